@@ -1,0 +1,215 @@
+"""Catalog: every tensor of a checkpoint as columns, names parsed once.
+
+Nothing here is an object per tensor: a checkpoint of 200,000 tensors is a few arrays and one list
+of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.checkpoint.family import (
+    DRAFT_PREFIXES,
+    FAMILIES,
+    Family,
+    NameParser,
+    layer_of,
+    looks_like_expert,
+)
+from loader.checkpoint.header import DTYPES, Header
+from loader.checkpoint.index import Index, owned_mask
+from loader.errors import CheckpointError
+
+Ints = npt.NDArray[np.int64]
+
+#: Why a tensor is left alone, by code; experts that are loaded have no reason.
+REASONS = (
+    "",
+    "not an expert",
+    "not named by the index",
+    "draft model",
+)
+_NOT_EXPERT, _NOT_INDEXED, _DRAFT = 1, 2, 3
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """Columns over all tensors of all shards, in file order.
+
+    ``file`` indexes ``files``; ``dtype`` indexes ``DTYPES``; ``shape_id`` indexes ``shapes``;
+    ``begin`` and ``end`` are absolute byte offsets; ``layer``, ``expert``, ``projection``,
+    ``part`` are -1 where a tensor is no expert's (``expert`` is -1 for fused experts too);
+    ``reason`` indexes ``REASONS``.
+    """
+
+    files: tuple[str, ...]
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    parts: list[str]
+    prefix: str
+    families: tuple[Family, ...]
+    file: Ints
+    dtype: Ints
+    shape_id: Ints
+    begin: Ints
+    end: Ints
+    layer: Ints
+    expert: Ints
+    projection: Ints
+    part: Ints
+    family: Ints
+    reason: Ints
+    header_bytes: int
+
+    def describe(self, row: int) -> tuple[str, str, tuple[int, ...]]:
+        """Name, dtype and shape of one tensor."""
+        return self.names[row], DTYPES[self.dtype[row]], self.shapes[self.shape_id[row]]
+
+    def module(self, row: int) -> str:
+        """Module name of one expert tensor: its name without the part."""
+        part = self.parts[self.part[row]]
+        return self.names[row][: -len(part) - 1] if part else self.names[row]
+
+    def expert_layers(self) -> list[int]:
+        """Layers that hold routed experts, ascending."""
+        return [int(layer) for layer in np.unique(self.layer[self.layer >= 0])]
+
+    def other_layers(self) -> list[int]:
+        """Layers of the model without routed experts, ascending."""
+        found = {
+            layer
+            for name, own in zip(self.names, self.layer.tolist(), strict=True)
+            if own < 0
+            and name.startswith(f"{self.prefix}layers.")
+            and (layer := layer_of(name)) is not None
+        }
+        return sorted(found - set(self.expert_layers()))
+
+    def unknown_experts(self) -> list[str]:
+        """Names with a component ``experts`` that no family knows and no reason covers."""
+        rows = np.flatnonzero((self.layer < 0) & (self.reason == _NOT_EXPERT))
+        return [name for row in rows.tolist() if looks_like_expert(name := self.names[row])]
+
+
+def build_catalog(
+    headers: Sequence[Header], index: Index, families: Iterable[Family] = FAMILIES
+) -> Catalog:
+    """Join the headers of all shards and parse every name once.
+
+    Raises :class:`CheckpointError` where the experts lie under more than one prefix.
+    """
+    shapes: list[tuple[int, ...]] = []
+    shape_ids: dict[tuple[int, ...], int] = {}
+    names: list[str] = []
+    columns: list[tuple[npt.NDArray[np.generic], ...]] = []
+    for number, header in enumerate(headers):
+        ids = []
+        for shape in header.shapes:
+            if shape not in shape_ids:
+                shape_ids[shape] = len(shapes)
+                shapes.append(shape)
+            ids.append(shape_ids[shape])
+        local = np.asarray(ids, np.int64)
+        owned = (
+            np.ones(len(header.names), bool)
+            if index.weight_map is None
+            else owned_mask(header, index.weight_map)
+        )
+        names += header.names
+        columns.append(
+            (
+                np.full(len(header.names), number, np.int64),
+                header.dtypes.astype(np.int64),
+                local[header.shape_ids] if len(ids) else np.zeros(0, np.int64),
+                header.begins,
+                header.ends,
+                owned,
+            )
+        )
+    file, dtype, shape_id, begin, end, owned = (
+        np.concatenate(part) for part in zip(*columns, strict=True)
+    )
+    parser = NameParser(families)
+    parsed = _parse(names, parser, owned)
+    prefix = _choose_prefix(parsed)
+    _drop_drafts(parsed, prefix)
+    return Catalog(
+        files=tuple(header.file for header in headers),
+        names=names,
+        shapes=shapes,
+        parts=parsed.parts,
+        prefix=prefix,
+        families=parser.families,
+        file=file,
+        dtype=dtype,
+        shape_id=shape_id,
+        begin=begin,
+        end=end,
+        layer=parsed.columns[1],
+        expert=parsed.columns[2],
+        projection=parsed.columns[3],
+        part=parsed.columns[4],
+        family=parsed.columns[0],
+        reason=parsed.columns[5],
+        header_bytes=sum(int(header.begins[0]) if len(header.names) else 8 for header in headers),
+    )
+
+
+@dataclass(eq=False)
+class _Parsed:
+    prefixes: list[str]
+    parts: list[str]
+    prefix: Ints
+    columns: list[Ints]
+
+
+def _parse(names: list[str], parser: NameParser, owned: npt.NDArray[np.generic]) -> _Parsed:
+    prefixes: dict[str, int] = {}
+    parts: dict[str, int] = {}
+    outside = (-1, -1, -1, -1, -1, -1)
+    rows = []
+    parse, keyword = parser.parse, parser.keyword
+    for name in names:
+        found = parse(name) if keyword in name else None
+        rows.append(
+            outside
+            if found is None
+            else (
+                prefixes.setdefault(found.prefix, len(prefixes)),
+                found.family,
+                found.layer,
+                found.expert,
+                found.projection,
+                parts.setdefault(found.part, len(parts)),
+            )
+        )
+    table = np.asarray(rows, np.int64).reshape(len(names), 6)
+    reason = np.where(table[:, 2] < 0, _NOT_EXPERT, 0)
+    reason[~owned.astype(bool)] = _NOT_INDEXED
+    table[reason == _NOT_INDEXED] = -1
+    columns = [np.ascontiguousarray(table[:, column]) for column in range(1, 6)]
+    return _Parsed(list(prefixes), list(parts), table[:, 0].copy(), [*columns, reason])
+
+
+def _choose_prefix(parsed: _Parsed) -> str:
+    used = [parsed.prefixes[number] for number in np.unique(parsed.prefix[parsed.prefix >= 0])]
+    models = [prefix for prefix in used if prefix not in DRAFT_PREFIXES]
+    if len(models) > 1:
+        raise CheckpointError(
+            "experts lie under more than one prefix, and which is the model is undecidable",
+            expected="one prefix before 'layers.'",
+            found=", ".join(repr(prefix) for prefix in models[:4]),
+        )
+    return models[0] if models else ""
+
+
+def _drop_drafts(parsed: _Parsed, prefix: str) -> None:
+    drafts = [number for number, name in enumerate(parsed.prefixes) if name != prefix]
+    rows = np.isin(parsed.prefix, drafts)
+    for column in parsed.columns[:5]:
+        column[rows] = -1
+    parsed.columns[5][rows] = _DRAFT

@@ -1,0 +1,135 @@
+"""compressed-tensors checkpoints (llm-compressor): ``pack-quantized`` int4 and NVFP4.
+
+Source of the format: compressed-tensors ``compressors/``, ``quantization/quant_args.py``. Groups of
+``config_groups`` are matched to modules as the tool matches them: an exact name or a ``re:``
+pattern first, then the class name ``Linear``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from loader.checkpoint.model import CONFIG
+from loader.checkpoint.scheme import (
+    INT4_PACK_PARTS,
+    NVFP4_PACK_PARTS,
+    IntegerSettings,
+    Scheme,
+    Unhandled,
+)
+from loader.errors import CheckpointError, UnsupportedError
+
+_ANY_LINEAR = "Linear"
+
+
+@dataclass(frozen=True)
+class Names:
+    """A list of module names: exact ones, and ``re:`` patterns joined into one expression."""
+
+    exact: frozenset[str]
+    patterns: re.Pattern[str] | None
+
+    def match(self, module: str) -> bool:
+        """As the tool matches: equal, or ``re.match`` of a pattern."""
+        return module in self.exact or (
+            self.patterns is not None and self.patterns.match(module) is not None
+        )
+
+
+@dataclass(frozen=True)
+class CompressedDialect:
+    """Groups in the order of the config, each with its targets, and the ignore list."""
+
+    groups: tuple[tuple[Names, Scheme | Unhandled], ...]
+    ignore: Names
+    name: str = "compressed-tensors"
+
+    def scheme(self, module: str) -> Scheme | Unhandled:
+        """The group whose targets name the module, else the one that targets every Linear."""
+        for targets, scheme in self.groups:
+            if targets.match(module):
+                return scheme
+        for targets, scheme in self.groups:
+            if _ANY_LINEAR in targets.exact:
+                return scheme
+        return Unhandled("no config group targets this module")
+
+    def excluded(self, module: str) -> frozenset[bool]:
+        """Entries match exactly, or ``re:`` by ``re.match``: one reading."""
+        return frozenset((self.ignore.match(module),))
+
+
+def _names(entries: object) -> Names:
+    texts = [str(entry) for entry in entries] if isinstance(entries, list) else []
+    for text in texts:
+        try:
+            re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
+        except re.error as error:
+            raise CheckpointError(
+                "a pattern of quantization_config is no regular expression",
+                file=CONFIG,
+                expected="a regular expression behind re:",
+                found=f"{text!r} ({error})",
+            ) from None
+    patterns = [text[3:] for text in texts if text.startswith("re:")]
+    # One alternation instead of a loop: ignore lists can name every layer.
+    joined = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+    return Names(frozenset(texts), joined)
+
+
+def read_compressed(quantization: Mapping[str, Any]) -> CompressedDialect:
+    """Build the dialect from ``quantization_config``; formats not loaded stay per module."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CheckpointError(
+            "quantization_config has no config_groups",
+            file=CONFIG,
+            expected="an object of groups",
+            found=repr(groups)[:80],
+        )
+    top = quantization.get("format")
+    read = []
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise CheckpointError(
+                f"config group {name} is not an object", file=CONFIG, found=repr(group)[:80]
+            )
+        read.append((_names(group.get("targets")), _scheme(group, top)))
+    return CompressedDialect(tuple(read), _names(quantization.get("ignore")))
+
+
+def _scheme(group: Mapping[str, Any], top_format: object) -> Scheme | Unhandled:
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        return Unhandled("weights not quantized by this group")
+    kind, bits = weights.get("type", "int"), weights.get("num_bits")
+    written = group.get("format") or top_format
+    if kind == "float" and bits == 4 and written == "nvfp4-pack-quantized":
+        if weights.get("group_size") != 16:
+            return Unhandled(f"nvfp4-pack-quantized with group {weights.get('group_size')}")
+        return Scheme("nvfp4-pack-quantized", "e2m1", 16, NVFP4_PACK_PARTS, "none", "divisor")
+    if kind == "int" and written == "pack-quantized":
+        return _int4(weights)
+    return Unhandled(f"{written} with {bits} bits of type {kind}")
+
+
+def _int4(weights: Mapping[str, Any]) -> Scheme | Unhandled:
+    if weights.get("num_bits") != 4:
+        return Unhandled(f"pack-quantized with {weights.get('num_bits')} bits of type int")
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise UnsupportedError(
+            "actorder (activation order) is not supported",
+            file=CONFIG,
+            expected="actorder null",
+            found=repr(weights.get("actorder")),
+        )
+    whole_row = weights.get("strategy") == "channel"
+    size = -1 if whole_row else weights.get("group_size")
+    group = IntegerSettings(4, size, CONFIG).checked_group()
+    symmetric = weights.get("symmetric", True) is not False
+    parts = dict(INT4_PACK_PARTS)
+    parts["weight_zero_point"] = replace(parts["weight_zero_point"], required=not symmetric)
+    return Scheme("pack-quantized", "int4", group, parts, "eight" if symmetric else "stored")

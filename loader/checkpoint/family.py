@@ -1,0 +1,137 @@
+"""Family: how a model family names its experts. A family is data; adding one is adding a row.
+
+A pattern is the module name below the layers' prefix, with ``{layer}``, ``{expert}`` and
+``{projection}``; a pattern without ``{expert}`` names experts fused on a leading axis. The prefix
+(``model.``, ``model.language_model.``, none, ...) is found in the checkpoint, not assumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from loader.errors import LoaderError
+
+# No leading zeros: two spellings of one number would be two sources for one slot.
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+
+PROJECTIONS = ("gate", "up", "down", "gate_up")
+GATE, UP, DOWN, GATE_UP = range(4)
+
+#: Prefixes of draft models that some checkpoints carry beside the model itself.
+DRAFT_PREFIXES = ("mtp.", "model.mtp.", "draft.", "eagle.")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one family.
+
+    ``pattern`` such as ``layers.{layer}.mlp.experts.{expert}.{projection}``; ``projections`` maps
+    ``gate``, ``up``, ``down`` (or ``gate_up``, ``down`` for fused experts) to the names on disk.
+    """
+
+    name: str
+    pattern: str
+    projections: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        wanted = {"gate", "up", "down"} if "{expert}" in self.pattern else {"gate_up", "down"}
+        if set(self.projections) != wanted or len(set(self.projections.values())) != len(wanted):
+            raise LoaderError(
+                f"family {self.name} does not name its projections",
+                expected=f"distinct names for {sorted(wanted)}",
+                found=dict(self.projections),
+            )
+        for field in ("{layer}", "{projection}"):
+            if self.pattern.count(field) != 1:
+                raise LoaderError(
+                    f"the pattern of family {self.name} is not valid",
+                    expected=f"{field} exactly once",
+                    found=self.pattern,
+                )
+
+    def regex(self) -> str:
+        """The pattern as a regular expression with unnamed groups: layer, (expert), projection."""
+        text = re.escape(self.pattern)
+        text = text.replace(re.escape("{layer}"), _NUMBER)
+        text = text.replace(re.escape("{expert}"), _NUMBER)
+        names = "|".join(re.escape(name) for name in self.projections.values())
+        return text.replace(re.escape("{projection}"), f"({names})")
+
+
+_HF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
+_FUSED = {"gate_up": "gate_up_proj", "down": "down_proj"}
+
+FAMILIES: tuple[Family, ...] = (
+    # Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5, DeepSeek-V2/V3, GLM-4-MoE, Mixtral from GPTQModel
+    Family("mlp", "layers.{layer}.mlp.experts.{expert}.{projection}", _HF),
+    # Mixtral, MiniMax
+    Family("mixtral", "layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", _MIXTRAL),
+    # Mixtral written through transformers 5
+    Family("mixtral-hf5", "layers.{layer}.block_sparse_moe.experts.{expert}.{projection}", _HF),
+    Family("mlp-fused", "layers.{layer}.mlp.experts.{projection}", _FUSED),
+    Family("mixtral-fused", "layers.{layer}.block_sparse_moe.experts.{projection}", _FUSED),
+)
+
+
+class ExpertName(NamedTuple):
+    """One tensor name, parsed in full; ``expert`` is -1 for fused experts."""
+
+    prefix: str
+    family: int
+    layer: int
+    expert: int
+    projection: int
+    part: str
+
+
+class NameParser:
+    """Parses tensor names against a list of families, all at once."""
+
+    def __init__(self, families: Iterable[Family] = FAMILIES) -> None:
+        self.families = tuple(families)
+        self._projections = [
+            {on_disk: PROJECTIONS.index(name) for name, on_disk in family.projections.items()}
+            for family in self.families
+        ]
+        self._fused = ["{expert}" not in family.pattern for family in self.families]
+        #: A substring of every expert name, to skip the other names cheaply.
+        self.keyword = "experts" if all("experts" in f.pattern for f in self.families) else ""
+        patterns = (f"(?:{family.regex()})" for family in self.families)
+        # The prefix is greedy up to the last `layers.`-like start that still parses in full; parts
+        # are a single component, so that `experts.0.gate_proj.lora.weight` is not an expert.
+        self._regex = re.compile(rf"((?:[^.]+\.)*?)(?:{'|'.join(patterns)})(?:\.([^.]+))?")
+
+    def parse(self, name: str) -> ExpertName | None:
+        """Parse one name, or None where it is no expert's."""
+        match = self._regex.fullmatch(name)
+        if match is None:
+            return None
+        groups = match.groups()
+        at = 1
+        for family, fused in enumerate(self._fused):
+            if groups[at] is not None:
+                expert = -1 if fused else int(groups[at + 1])
+                word = groups[at + 1] if fused else groups[at + 2]
+                projection = self._projections[family][word]
+                part = groups[-1] or ""
+                return ExpertName(groups[0], family, int(groups[at]), expert, projection, part)
+            at += 2 if fused else 3
+        return None
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Layer index of any tensor name, None where it belongs to no layer."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) if match else None
+
+
+def looks_like_expert(name: str) -> bool:
+    """True for names with a component ``experts``: a routed expert that no family knows."""
+    return ".experts." in f".{name}."

@@ -1,0 +1,182 @@
+"""Layers: how each MoE layer is written, decided from the config and checked against the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from loader.checkpoint.catalog import Catalog, Ints
+from loader.checkpoint.header import DTYPES
+from loader.checkpoint.model import CONFIG, Model
+from loader.checkpoint.scheme import PLAIN, Dialect, Part, Scheme, Unhandled
+from loader.checkpoint.tables import LayerSource, TableReader, some_of
+from loader.errors import CheckpointError, UnsupportedError
+
+_FLOATS = ("BF16", "F16", "F32")
+_REFUSED_PARTS = {
+    "bias": "expert biases are not supported",
+    "pre_quant_scale": "pre_quant_scale on the experts' activations is not supported",
+}
+
+
+class LayerResolver:
+    """Resolves layers of one catalog; one instance for a plan."""
+
+    def __init__(self, catalog: Catalog, model: Model, dialect: Dialect | None) -> None:
+        self.catalog = catalog
+        self.model = model
+        self.dialect = dialect
+        order = np.lexsort((catalog.expert, catalog.part, catalog.projection, catalog.layer))
+        self._order = order[catalog.layer[order] >= 0]
+        self._layers = catalog.layer[self._order]
+
+    def resolve(self, layer: int) -> LayerSource:
+        """Resolve one layer.
+
+        Raises :class:`CheckpointError` where tensors are missing, left over or contradict the
+        config, :class:`UnsupportedError` where the layer's format is not loaded.
+        """
+        first, last = np.searchsorted(self._layers, (layer, layer + 1))
+        rows = self._order[first:last]
+        fused = self._one_family(layer, rows)
+        scheme, reason = self._scheme(layer, rows)
+        groups = self._groups(layer, rows, scheme)
+        reader = TableReader(self.catalog, self.model, layer, scheme, fused)
+        return reader.read(groups, reason)
+
+    def _one_family(self, layer: int, rows: Ints) -> bool:
+        catalog = self.catalog
+        found = np.unique(catalog.family[rows])
+        if len(found) != 1:
+            families = [catalog.families[number].pattern for number in found]
+            raise CheckpointError(
+                "one layer names its experts in more than one way",
+                layer=layer,
+                expected="one family",
+                found=" and ".join(families),
+            )
+        fused = "{expert}" not in catalog.families[int(found[0])].pattern
+        experts = np.unique(catalog.expert[rows])
+        beyond = experts[experts >= self.model.experts]
+        if len(beyond):
+            raise CheckpointError(
+                "the file holds experts that the config does not declare",
+                layer=layer,
+                experts=some_of(beyond),
+                expected=f"{self.model.experts} experts ({CONFIG})",
+                found=f"expert ids up to {int(experts[-1])}",
+            )
+        return fused
+
+    def _scheme(self, layer: int, rows: Ints) -> tuple[Scheme, str]:
+        catalog = self.catalog
+        plain = self._is_plain(layer, rows)
+        if plain and self.model.layers is not None and layer >= self.model.layers:
+            return PLAIN, f"beyond num_hidden_layers={self.model.layers}, not quantized in the file"
+        if self.dialect is None:
+            if not plain:
+                raise CheckpointError(
+                    "the experts are quantized, but the config has no quantization_config",
+                    file=CONFIG,
+                    layer=layer,
+                    tensor=catalog.names[rows[0]],
+                    expected="bf16 or fp16 weights",
+                    found=DTYPES[catalog.dtype[rows[0]]],
+                )
+            return PLAIN, "the checkpoint is not quantized"
+        codes = catalog.part[rows]
+        heads = rows[codes == codes[0]]
+        modules = [catalog.module(row) for row in heads.tolist()]
+        self._agree_on_exclusion(layer, modules, plain)
+        if plain:
+            return PLAIN, "excluded by config"
+        schemes = {self.dialect.scheme(module): module for module in modules}
+        if len(schemes) > 1:
+            raise UnsupportedError(
+                "the experts of one layer are written in different formats",
+                layer=layer,
+                expected="one format",
+                found="; ".join(f"{module}: {s.format}" for s, module in schemes.items()),
+            )
+        scheme = next(iter(schemes))
+        if isinstance(scheme, Unhandled):
+            raise UnsupportedError(
+                "the experts of this layer are in a format that is not loaded",
+                layer=layer,
+                tensor=modules[0],
+                expected=scheme.expected,
+                found=scheme.format,
+            )
+        return scheme, f"{self.dialect.name}: {scheme.format}"
+
+    def _is_plain(self, layer: int, rows: Ints) -> bool:
+        """True where the file holds floating weights, False where it holds packed codes."""
+        catalog = self.catalog
+        weights = [n for n, part in enumerate(catalog.parts) if part in ("weight", "")]
+        candidates = rows[np.isin(catalog.part[rows], weights)]
+        if not len(candidates):
+            return False
+        floats = np.isin(catalog.dtype[candidates], [DTYPES.index(name) for name in _FLOATS])
+        if floats.all() == floats.any():
+            return bool(floats.all())
+        plain, packed = candidates[floats][0], candidates[~floats][0]
+        raise CheckpointError(
+            "some experts of one layer are quantized and some are not",
+            layer=layer,
+            tensor=catalog.names[plain],
+            expected=f"{DTYPES[catalog.dtype[packed]]} as {catalog.names[packed]}",
+            found=DTYPES[catalog.dtype[plain]],
+        )
+
+    def _agree_on_exclusion(self, layer: int, modules: Sequence[str], plain: bool) -> None:
+        assert self.dialect is not None
+        for module in modules:
+            if plain not in self.dialect.excluded(module):
+                raise CheckpointError(
+                    "config and file disagree on whether the experts are quantized",
+                    file=CONFIG,
+                    layer=layer,
+                    tensor=module,
+                    expected="quantized experts" if plain else "experts excluded by the config",
+                    found=("unquantized" if plain else "quantized") + " weights in the file",
+                )
+
+    def _groups(
+        self, layer: int, rows: Ints, scheme: Scheme
+    ) -> dict[tuple[int, str], tuple[Part, Ints]]:
+        """Rows by (projection, part name), each part known to the scheme."""
+        catalog = self.catalog
+        found: dict[tuple[int, str], tuple[Part, Ints]] = {}
+        keys = catalog.projection[rows] * len(catalog.parts) + catalog.part[rows]
+        for start, stop in _runs(keys):
+            row = int(rows[start])
+            projection = int(catalog.projection[row])
+            name = catalog.parts[catalog.part[row]] or "weight"
+            part = scheme.parts.get(name)
+            if part is None:
+                self._refuse_part(layer, row, name, scheme)
+            elif (projection, name) in found:
+                raise CheckpointError(
+                    "an expert tensor is spelled twice", layer=layer, tensor=catalog.names[row]
+                )
+            else:
+                found[projection, name] = (part, rows[start:stop])
+        return found
+
+    def _refuse_part(self, layer: int, row: int, name: str, scheme: Scheme) -> None:
+        what = _REFUSED_PARTS.get(name)
+        raise (UnsupportedError if what else CheckpointError)(
+            what or "an expert tensor is no part of the format",
+            file=self.catalog.files[self.catalog.file[row]],
+            layer=layer,
+            tensor=self.catalog.names[row],
+            expected=f"{scheme.format}: {', '.join(scheme.parts)}",
+            found=name,
+        )
+
+
+def _runs(keys: Ints) -> list[tuple[int, int]]:
+    """Start and stop of each run of equal keys."""
+    edges = np.flatnonzero(np.diff(keys)) + 1
+    return list(zip([0, *edges.tolist()], [*edges.tolist(), len(keys)], strict=True))

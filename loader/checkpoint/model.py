@@ -1,0 +1,97 @@
+"""Model: the few facts of ``config.json`` that a load needs, wherever the writer nested them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loader.errors import CheckpointError, UnsupportedError
+
+CONFIG = "config.json"
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+_DEFAULT_TOP_K = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """Facts of the model; None where the config does not state one."""
+
+    model_type: str
+    hidden_size: int | None
+    moe_intermediate_size: int | None
+    experts: int
+    layers: int | None
+    top_k: int
+    activation: str
+    quantization: Mapping[str, Any] | None
+
+
+def read_model(config: Mapping[str, Any]) -> Model:
+    """Read the facts from a parsed ``config.json``.
+
+    Raises :class:`CheckpointError` where a fact has the wrong type, :class:`UnsupportedError` where
+    the config declares no experts or an activation other than silu.
+    """
+    text = config.get("text_config")
+    nested: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
+
+    def whole(*names: str) -> int | None:
+        for name in names:
+            for place in (nested, config):
+                value = place.get(name)
+                if value is None:
+                    continue
+                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                    raise CheckpointError(
+                        f"config key {name} is not valid",
+                        file=CONFIG,
+                        expected="a whole number",
+                        found=repr(value),
+                    )
+                return value
+        return None
+
+    experts = whole(*_EXPERT_COUNTS)
+    if not experts:
+        raise UnsupportedError(
+            "the config declares no experts: this is not a Mixture-of-Experts checkpoint",
+            file=CONFIG,
+            expected=" or ".join(_EXPERT_COUNTS),
+            found=f"model_type {config.get('model_type')!r}",
+        )
+    activation = nested.get("hidden_act", config.get("hidden_act", "silu"))
+    if activation != "silu":
+        raise UnsupportedError(
+            "the experts' activation is not supported",
+            file=CONFIG,
+            expected="hidden_act 'silu'",
+            found=repr(activation),
+        )
+    return Model(
+        model_type=str(nested.get("model_type", config.get("model_type", ""))),
+        hidden_size=whole("hidden_size"),
+        moe_intermediate_size=whole("moe_intermediate_size"),
+        experts=experts,
+        layers=whole("num_hidden_layers"),
+        top_k=min(whole(*_TOP_K) or _DEFAULT_TOP_K, experts),
+        activation=activation,
+        quantization=_quantization(config, nested),
+    )
+
+
+def _quantization(config: Mapping[str, Any], nested: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for place in (config, nested):
+        found = place.get("quantization_config")
+        if found is None:
+            continue
+        if not isinstance(found, Mapping):
+            raise CheckpointError(
+                "quantization_config is not an object",
+                file=CONFIG,
+                expected="a JSON object",
+                found=type(found).__name__,
+            )
+        return found
+    return None

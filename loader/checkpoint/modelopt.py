@@ -1,0 +1,173 @@
+"""ModelOpt checkpoints (nvidia-modelopt): NVFP4, per model or per module.
+
+Source of the format: modelopt ``torch/export``. ``weight_scale_2`` is a multiplier;
+``input_scale`` belongs to quantized activations and is not used. The settings stand in
+``hf_quant_config.json``, in ``quantization_config`` of ``config.json``, or in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any
+
+from loader.checkpoint.model import CONFIG
+from loader.checkpoint.scheme import NVFP4_PARTS, Scheme, Unhandled
+from loader.errors import CheckpointError, UnsupportedError
+
+QUANT_CONFIG = "hf_quant_config.json"
+_LOADED = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
+_NVFP4 = Scheme("modelopt-nvfp4", "e2m1", 16, NVFP4_PARTS, "none", "multiplier")
+
+
+@dataclass(frozen=True)
+class Excludes:
+    """An exclude list: names and globs, the globs joined into one expression."""
+
+    entries: tuple[str, ...]
+    exact: frozenset[str]
+    globs: re.Pattern[str] | None
+
+    def select(self, module: str) -> bool:
+        """Exactly or by glob."""
+        return module in self.exact or (
+            self.globs is not None and self.globs.match(module) is not None
+        )
+
+
+def _excludes(section: Mapping[str, Any]) -> Excludes:
+    listed = section.get("exclude_modules", section.get("ignore")) or ()
+    entries = tuple(str(entry) for entry in listed)
+    globs = [translate(entry) for entry in entries if any(mark in entry for mark in "*?[")]
+    return Excludes(
+        entries,
+        frozenset(entry.rstrip(".") for entry in entries),
+        re.compile("|".join(globs)) if globs else None,
+    )
+
+
+@dataclass(frozen=True)
+class ModelOptDialect:
+    """One algorithm for the model, or one for each module, and the exclude lists by file."""
+
+    everywhere: Scheme | Unhandled | None
+    modules: Mapping[str, Scheme | Unhandled]
+    excludes: Mapping[str, Excludes]
+    name: str = "modelopt"
+
+    def scheme(self, module: str) -> Scheme | Unhandled:
+        """The module's own entry under MIXED_PRECISION, else the algorithm of the model."""
+        if self.everywhere is not None:
+            return self.everywhere
+        for name in (module, *_ancestors(module)):
+            if name in self.modules:
+                return self.modules[name]
+        return Unhandled("not listed in quantized_layers")
+
+    def excluded(self, module: str) -> frozenset[bool]:
+        """Exactly or by glob; the module itself, or (second reading) a module above it.
+
+        Raises :class:`CheckpointError` where the two files select differently.
+        """
+        by_file = {
+            file: frozenset(
+                (
+                    entries.select(module),
+                    entries.select(module) or any(map(entries.select, _ancestors(module))),
+                )
+            )
+            for file, entries in self.excludes.items()
+        }
+        readings = list(by_file.values())
+        if len(readings) == 2 and not readings[0] & readings[1]:
+            raise CheckpointError(
+                f"the two quantization configs disagree on excluding {module}",
+                file=" and ".join(by_file),
+                expected="the same modules excluded in both",
+                found="; ".join(
+                    f"{file}: {list(self.excludes[file].entries[:8])}" for file in by_file
+                ),
+            )
+        shared = readings[0] & readings[-1] if readings else frozenset((False,))
+        unlisted = self.everywhere is None and isinstance(self.scheme(module), Unhandled)
+        return frozenset((True, *shared)) if unlisted else shared
+
+
+def _ancestors(module: str) -> tuple[str, ...]:
+    parts = module.split(".")
+    return tuple(".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1))
+
+
+def read_modelopt(
+    quantization: Mapping[str, Any] | None, quant_file: Mapping[str, Any] | None
+) -> ModelOptDialect:
+    """Build the dialect from either config or both; they must name one algorithm."""
+    sections: dict[str, Mapping[str, Any]] = {}
+    if quant_file is not None:
+        section = quant_file.get("quantization")
+        if not isinstance(section, Mapping):
+            raise CheckpointError(
+                "no quantization section", file=QUANT_CONFIG, expected="an object", found=section
+            )
+        sections[QUANT_CONFIG] = section
+    if quantization is not None and quantization.get("quant_method") == "modelopt":
+        sections[CONFIG] = quantization
+    algorithms = {file: section.get("quant_algo") for file, section in sections.items()}
+    if len(set(algorithms.values())) > 1:
+        raise CheckpointError(
+            "the two quantization configs disagree on the algorithm",
+            file=" and ".join(algorithms),
+            expected="one quant_algo",
+            found=algorithms,
+        )
+    file, section = next(iter(sections.items()))
+    algorithm = algorithms[file]
+    excludes = {name: _excludes(part) for name, part in sections.items() if _has_list(part)}
+    if algorithm == "MIXED_PRECISION":
+        return ModelOptDialect(None, _per_module(sections), excludes)
+    _refuse_pre_quant_scale(file, section, algorithm)
+    return ModelOptDialect(_for_algorithm(algorithm, section), {}, excludes)
+
+
+def _has_list(section: Mapping[str, Any]) -> bool:
+    return "exclude_modules" in section or "ignore" in section
+
+
+def _refuse_pre_quant_scale(file: str, section: Mapping[str, Any], algorithm: object) -> None:
+    if section.get("pre_quant_scale") or (algorithm in ("W4A16_AWQ", "W4A8_AWQ", "NVFP4_AWQ")):
+        raise UnsupportedError(
+            f"quant_algo {algorithm} scales the activations by pre_quant_scale, "
+            "which is not supported",
+            file=file,
+            expected=" or ".join(_LOADED),
+            found=algorithm,
+        )
+
+
+def _for_algorithm(algorithm: object, section: Mapping[str, Any]) -> Scheme | Unhandled:
+    if algorithm not in _LOADED:
+        return Unhandled(f"quant_algo {algorithm}")
+    group = section.get("group_size", 16)
+    if group != 16:
+        return Unhandled(f"{algorithm} with group {group}")
+    return _NVFP4
+
+
+def _per_module(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Scheme | Unhandled]:
+    for section in sections.values():
+        layers = section.get("quantized_layers")
+        if isinstance(layers, Mapping):
+            return {
+                str(name): _for_algorithm(entry.get("quant_algo"), entry)
+                if isinstance(entry, Mapping)
+                else Unhandled(repr(entry))
+                for name, entry in layers.items()
+            }
+    raise CheckpointError(
+        "MIXED_PRECISION without quantized_layers",
+        file=" and ".join(sections),
+        expected="an object of modules",
+        found="none",
+    )

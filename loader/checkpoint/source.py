@@ -1,0 +1,342 @@
+"""The one door to the files of a checkpoint: list, size, read at an offset.
+
+Everything that reads goes through a :class:`Source`, so that a recording reader, a faulty one or
+HTTP ranges can stand where the local folder stands.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from loader.checkpoint.wording import shown
+from loader.errors import CheckpointError, LifecycleError
+
+LIST_DEPTH = 3  # folders below the checkpoint's own; deeper files can be read but are not listed
+LEAST_DESCRIPTORS = 8
+UNLIMITED_DESCRIPTORS = 1024  # used where the process has no limit of its own
+
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block
+
+
+class MissingFileError(CheckpointError):
+    """A file that the checkpoint speaks of does not exist."""
+
+
+class Source(Protocol):
+    """A set of files that can be read at an offset. Names are relative and use ``/``.
+
+    Reads may come from several threads at once. ``folder`` is the local folder, if there is one.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def folder(self) -> Path | None: ...
+
+    def list(self) -> list[str]:
+        """Names of the files, sorted."""
+
+    def size(self, file: str) -> int:
+        """Bytes of ``file``. Raises MissingFileError, CheckpointError."""
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fills the whole ``buffer`` from ``offset`` on, or raises CheckpointError."""
+
+    def descriptor(self, file: str) -> int | None:
+        """A descriptor that native readers may use until ``close``; None where there is none."""
+
+    def close(self) -> None:
+        """Gives everything back; may be called again."""
+
+    def __enter__(self) -> Source: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+def read_bytes(source: Source, file: str, offset: int, length: int) -> bytes:
+    """``length`` bytes of ``file``; the caller has checked ``length`` against the file's size."""
+    buffer = bytearray(length)
+    source.read_into(file, offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def open_source(source: str | os.PathLike[str] | Source) -> Source:
+    """A Source as it is, or the existing local folder of that name. Raises CheckpointError."""
+    if not isinstance(source, (str, os.PathLike)):
+        return source
+    return LocalSource(source)
+
+
+def check_name(file: str) -> None:
+    """Refuses a name that is not the plain relative name of a file below the folder."""
+    fault = None
+    if not file:
+        fault = "the name is empty"
+    elif "\0" in file:
+        fault = "the name holds a NUL"
+    elif file.startswith("/"):
+        fault = "the name is absolute"
+    elif ".." in file.split("/"):
+        fault = "the name leaves the folder"
+    elif any(part in ("", ".") for part in file.split("/")):
+        fault = "the name is not in its plain form"
+    elif not file.isprintable():
+        fault = "the name holds a character that cannot be printed"
+    if fault is not None:
+        raise CheckpointError(
+            f"unsafe file name: {fault}",
+            file=shown(file) or "''",
+            expected="a relative name inside the model folder",
+            found=shown(ascii(file)),
+        )
+
+
+@dataclass
+class _Open:
+    """One open file. ``users`` counts reads in flight; a pinned one was handed to native code."""
+
+    descriptor: int
+    users: int = 0
+    pinned: bool = False
+
+
+class LocalSource:
+    """A local folder. Opens read-only and lazily, and keeps few descriptors open.
+
+    At most a quarter of the process's descriptor limit is held (at least eight), and none is
+    closed while it is in use; a file is opened again only after it had to make room. What a file
+    was at its first open (device, inode, size, time of change) it must still be at every use.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, descriptors: int | None = None) -> None:
+        """``descriptors`` overrides the bound on open files. Raises CheckpointError."""
+        self.name = os.fspath(folder)
+        # An empty name would be the working directory, which nobody means.
+        root = os.path.realpath(folder) if self.name and "\0" not in self.name else ""
+        if not os.path.isdir(root):
+            exists = bool(root) and os.path.exists(root)
+            raise CheckpointError(
+                "source is not a folder" if exists else "no such folder",
+                file=shown(self.name),
+                expected="the local folder of a checkpoint",
+                found="a file" if exists else "nothing of that name",
+            )
+        self.folder: Path | None = Path(root)
+        self.max_descriptors = _descriptor_bound() if descriptors is None else descriptors
+        self._root = root
+        self._roots = [root, *_hub_blobs(Path(root))]
+        self._open: OrderedDict[str, _Open] = OrderedDict()  # least recently used first
+        self._identities: dict[str, tuple[int, int, int, int]] = {}
+        self._freed = threading.Condition()  # guards the three above; a descriptor came free
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"LocalSource({self.name!r})"
+
+    def __enter__(self) -> LocalSource:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def list(self) -> list[str]:
+        """Names of the regular files, sorted, down to ``LIST_DEPTH`` folders below."""
+        self._check_open()
+        return sorted(_regular_files(self._root, "", LIST_DEPTH))
+
+    def size(self, file: str) -> int:
+        """Bytes of ``file``. Raises MissingFileError, CheckpointError."""
+        with self._using(file):
+            return self._identities[file][2]
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fills the whole ``buffer`` from ``offset`` on, or raises CheckpointError."""
+        if offset < 0:  # preadv takes -1 for "where the last read ended"
+            raise CheckpointError("negative offset", file=shown(file), found=offset)
+        with self._using(file) as descriptor, memoryview(buffer).cast("B") as view:
+            del buffer  # an error's traceback must not keep the caller's memory alive
+            wanted, got = len(view), 0
+            while got < wanted:
+                # One call may return less than asked for: 2 GiB at most, or a signal's worth.
+                with view[got:] as rest:
+                    count = _preadv(descriptor, rest, offset + got, file)
+                if count == 0:
+                    self._check_identity(file, descriptor)
+                    raise CheckpointError(
+                        "file ends before the range that was asked for",
+                        file=file,
+                        expected=f"{wanted} bytes at offset {offset}",
+                        found=f"{got} bytes",
+                    )
+                got += count
+            # Bytes read from a file that was written meanwhile are no one's checkpoint.
+            self._check_identity(file, descriptor)
+
+    def descriptor(self, file: str) -> int | None:
+        """A descriptor of ``file`` for native readers, open until ``close``.
+
+        None when one more of them would leave none for ``read_into``.
+        """
+        with self._using(file) as descriptor, self._freed:
+            entry = self._open[file]
+            pinned = sum(other.pinned for other in self._open.values())
+            if not entry.pinned and pinned >= self.max_descriptors - 1:
+                return None
+            entry.pinned = True
+            return descriptor
+
+    def close(self) -> None:
+        """Closes every descriptor, after the reads in flight have ended; may be called again."""
+        with self._freed:
+            self._closed = True
+            while any(entry.users for entry in self._open.values()):
+                self._freed.wait()
+            while self._open:
+                os.close(self._open.popitem()[1].descriptor)
+            self._freed.notify_all()  # those who wait for a descriptor must learn of it
+
+    @contextmanager
+    def _using(self, file: str) -> Iterator[int]:
+        """An open descriptor of ``file`` that is not closed inside the block."""
+        check_name(file)
+        with self._freed:
+            entry = self._acquire(file)
+        try:
+            self._check_identity(file, entry.descriptor)
+            yield entry.descriptor
+        finally:
+            with self._freed:
+                entry.users -= 1
+                self._freed.notify_all()
+
+    def _acquire(self, file: str) -> _Open:
+        while True:
+            self._check_open()
+            entry = self._open.get(file)
+            if entry is not None:
+                break
+            if len(self._open) < self.max_descriptors or self._close_idle():
+                entry = self._open[file] = _Open(_open_regular(self._path_of(file), file))
+                break
+            self._freed.wait()
+        self._open.move_to_end(file)
+        entry.users += 1
+        return entry
+
+    def _close_idle(self) -> bool:
+        for file, entry in self._open.items():
+            if not entry.users and not entry.pinned:
+                del self._open[file]
+                os.close(entry.descriptor)
+                return True
+        return False
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LifecycleError("the source was closed", file=shown(self.name))
+
+    def _path_of(self, file: str) -> str:
+        """The real path of ``file``, inside the folder or where the Hub cache keeps its bytes."""
+        path = os.path.realpath(os.path.join(self._root, file))
+        if not any(path.startswith(root.rstrip("/") + "/") for root in self._roots):
+            raise CheckpointError(
+                "file lies outside the model folder",
+                file=shown(file),
+                expected=f"a file below {self._root}",
+                found=shown(path),
+            )
+        return path
+
+    def _check_identity(self, file: str, descriptor: int) -> None:
+        now = os.fstat(descriptor)
+        identity = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+        first = self._identities.setdefault(file, identity)
+        if identity != first:
+            labels = ("device", "inode", "size", "time of change")
+            changed = [i for i in range(4) if identity[i] != first[i]]
+            raise CheckpointError(
+                "file changed while loading",
+                file=file,
+                expected=", ".join(f"{labels[i]} {first[i]}" for i in changed),
+                found=", ".join(f"{labels[i]} {identity[i]}" for i in changed),
+            )
+
+
+def _descriptor_bound() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = UNLIMITED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft // 4
+    return max(LEAST_DESCRIPTORS, limit)
+
+
+def _hub_blobs(root: Path) -> list[str]:
+    """The Hub cache keeps bytes in ``blobs/`` and links to them from ``snapshots/<revision>/``."""
+    for folder in root.parents:
+        if folder.name == "snapshots":
+            return [os.path.realpath(folder.parent / "blobs")]
+    return []
+
+
+def _regular_files(folder: str, prefix: str, depth: int) -> Iterator[str]:
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        if prefix:
+            return  # such as lost+found: a file in it that is needed fails at its own open
+        raise CheckpointError(
+            "folder cannot be listed", file=shown(folder), found=error.strerror
+        ) from error
+    for entry in entries:
+        if os.path.isfile(entry.path):  # False, not an error, for a broken or circular link
+            yield prefix + entry.name
+        elif depth and entry.is_dir(follow_symlinks=False):
+            yield from _regular_files(entry.path, f"{prefix}{entry.name}/", depth - 1)
+
+
+def _open_regular(path: str, file: str) -> int:
+    try:
+        descriptor = os.open(path, _OPEN_FLAGS)
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingFileError(
+            "file does not exist", file=shown(file), found=f"nothing at {shown(path)}"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            "file cannot be opened", file=shown(file), found=error.strerror
+        ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError("not a regular file", file=shown(file), found=shown(path))
+    return descriptor
+
+
+def _preadv(descriptor: int, view: memoryview, offset: int, file: str) -> int:
+    try:
+        return os.preadv(descriptor, [view], offset)
+    except OSError as error:
+        raise CheckpointError(
+            "file cannot be read",
+            file=file,
+            expected=f"{len(view)} bytes at offset {offset}",
+            found=error.strerror,
+        ) from error

@@ -1,0 +1,282 @@
+"""Tables: the tensors of one layer by projection and part, checked against the layer's scheme.
+
+Completeness, dtypes and shapes are checked here, from headers alone; a finished table is what the
+plan cuts into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from loader.checkpoint.catalog import Catalog, Ints
+from loader.checkpoint.family import DOWN, GATE, GATE_UP, PROJECTIONS, UP
+from loader.checkpoint.header import DTYPES
+from loader.checkpoint.model import Model
+from loader.checkpoint.scheme import Arrangement, Part, Role, Scheme
+from loader.errors import CheckpointError, LoaderError
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One part of one projection over all experts.
+
+    ``rows`` are catalog rows in expert order, one for each expert, or a single one where the
+    experts are fused on a leading axis (``fused``). ``shape`` is that of one expert's tensor on
+    disk, without the leading axis.
+    """
+
+    projection: int
+    role: Role
+    arrangement: Arrangement | None
+    element_bytes: int
+    shape: tuple[int, ...]
+    rows: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSource:
+    """One MoE layer on disk: scheme, full geometry, tables, and why it is written so."""
+
+    layer: int
+    scheme: Scheme
+    fused: bool
+    experts: int
+    hidden: int
+    intermediate: int
+    group13: int
+    group2: int
+    scale_dtypes: tuple[str, str]
+    zeros_stored: bool
+    zeros_must_be_eight: bool
+    tables: tuple[Table, ...]
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class TableReader:
+    """Checks the tensors of one layer against its scheme and gathers them into tables."""
+
+    catalog: Catalog
+    model: Model
+    layer: int
+    scheme: Scheme
+    fused: bool
+
+    def read(self, groups: Mapping[tuple[int, str], tuple[Part, Ints]], reason: str) -> LayerSource:
+        projections = (GATE_UP, DOWN) if self.fused else (GATE, UP, DOWN)
+        self._complete(groups, projections)
+        hidden, intermediate = self._geometry(groups)
+        group13, group2 = (
+            (hidden, intermediate) if self.scheme.group == -1 else (self.scheme.group,) * 2
+        )
+        sizes = {
+            GATE: {"n": intermediate, "k": hidden, "g": -(-hidden // group13)},
+            DOWN: {"n": hidden, "k": intermediate, "g": -(-intermediate // group2)},
+        }
+        sizes[UP] = sizes[GATE]
+        sizes[GATE_UP] = {**sizes[GATE], "n": 2 * intermediate}
+        tables = [
+            table
+            for (projection, name), (part, rows) in groups.items()
+            if part.role is not Role.UNUSED
+            and (table := self._table(projection, name, part, rows, sizes[projection])) is not None
+        ]
+        zeros = {t.projection for t in tables if t.role in (Role.ZEROS_GN, Role.ZEROS_NG)}
+        if zeros and zeros != set(projections):
+            raise self._error(
+                "zero points are stored for some projections only",
+                groups[projections[0], next(iter(self.scheme.parts))][1][0],
+                "all projections, or none",
+                ", ".join(PROJECTIONS[p] for p in sorted(zeros)),
+            )
+        return LayerSource(
+            layer=self.layer,
+            scheme=self.scheme,
+            fused=self.fused,
+            experts=self.model.experts,
+            hidden=hidden,
+            intermediate=intermediate,
+            group13=group13,
+            group2=group2,
+            scale_dtypes=self._scale_dtypes(tables),
+            zeros_stored=bool(zeros),
+            zeros_must_be_eight=self.scheme.zero_points == "eight",
+            tables=tuple(tables),
+            reason=reason,
+        )
+
+    def _complete(
+        self, groups: Mapping[tuple[int, str], tuple[Part, Ints]], projections: tuple[int, ...]
+    ) -> None:
+        """Every projection has every required part of every expert, and no part of only some."""
+        experts = 1 if self.fused else self.model.experts
+        for projection in projections:
+            for name, part in self.scheme.parts.items():
+                entry = groups.get((projection, name))
+                rows = entry[1] if entry else np.zeros(0, np.int64)
+                if part.role is Role.UNUSED or (not part.required and not len(rows)):
+                    continue
+                if len(rows) == experts:
+                    continue
+                ids = np.setdiff1d(np.arange(experts), self.catalog.expert[rows])
+                raise CheckpointError(
+                    f"{len(ids)} of {experts} experts have no {PROJECTIONS[projection]} {name}",
+                    layer=self.layer,
+                    experts=None if self.fused else some_of(ids),
+                    tensor=f"{PROJECTIONS[projection]}.{name}",
+                    expected=f"{experts} tensors" + (" (fused)" if self.fused else ""),
+                    found=len(rows),
+                )
+
+    def _geometry(self, groups: Mapping[tuple[int, str], tuple[Part, Ints]]) -> tuple[int, int]:
+        """Hidden and intermediate size: the config's where it states them, else the tensors'."""
+        name = next(iter(self.scheme.parts))
+        gate = GATE_UP if self.fused else GATE
+        first = self._disk_sizes(groups[gate, name])
+        down = self._disk_sizes(groups[DOWN, name])
+        hidden = self.model.hidden_size or first["k"]
+        intermediate = self.model.moe_intermediate_size or down["k"]
+        if self.model.moe_intermediate_size is None and not self.fused and down["k"] != first["n"]:
+            raise self._error(
+                "gate and down disagree on the intermediate size",
+                groups[DOWN, name][1][0],
+                f"{first['n']} input features",
+                f"{down['k']}",
+            )
+        return hidden, intermediate
+
+    def _disk_sizes(self, entry: tuple[Part, Ints]) -> dict[str, int]:
+        part, rows = entry
+        arrangement = part.arrangement
+        shape = self._one_shape(int(rows[0]))
+        assert arrangement is not None
+        if len(shape) != len(arrangement.axes):
+            raise self._error(
+                "the tensor has the wrong rank",
+                rows[0],
+                f"{len(arrangement.axes) + self.fused} axes",
+                list(self.catalog.shapes[self.catalog.shape_id[rows[0]]]),
+            )
+        return {
+            axis: size * per
+            for axis, size, per in zip(arrangement.axes, shape, arrangement.per, strict=True)
+        }
+
+    def _one_shape(self, row: int) -> tuple[int, ...]:
+        shape = self.catalog.shapes[self.catalog.shape_id[row]]
+        return shape[1:] if self.fused else shape
+
+    def _table(
+        self, projection: int, name: str, part: Part, rows: Ints, sizes: Mapping[str, int]
+    ) -> Table | None:
+        """Check dtype and shape of all tensors of one part; None for zero points left empty."""
+        catalog = self.catalog
+        allowed = [DTYPES.index(dtype) for dtype in part.dtypes]
+        wrong = ~np.isin(catalog.dtype[rows], allowed) | (
+            catalog.dtype[rows] != catalog.dtype[rows[0]]
+        )
+        if wrong.any():
+            row = rows[np.flatnonzero(wrong)[0]]
+            raise self._error(
+                f"{name} has the wrong dtype",
+                row,
+                " or ".join(part.dtypes) + ", one for the whole layer",
+                f"{DTYPES[catalog.dtype[row]]} in {int(wrong.sum())} tensors",
+            )
+        if part.role in (Role.ZEROS_GN, Role.ZEROS_NG) and all(
+            0 in catalog.shapes[number] for number in np.unique(catalog.shape_id[rows])
+        ):
+            return None
+        shapes = self._expected_shapes(part, projection, sizes)
+        good = [n for n, shape in enumerate(catalog.shapes) if shape in shapes]
+        wrong = ~np.isin(catalog.shape_id[rows], good)
+        wrong |= catalog.shape_id[rows] != catalog.shape_id[rows[0]]
+        if wrong.any():
+            raise self._wrong_shape(name, part, rows[wrong], shapes, sizes)
+        dtype = DTYPES[catalog.dtype[rows[0]]]
+        role = Role.GLOBAL_BF16 if part.role is Role.GLOBAL_F32 and dtype == "BF16" else part.role
+        element = part.arrangement.element_bytes if part.arrangement else 4 - 2 * (dtype == "BF16")
+        return Table(projection, role, part.arrangement, element, self._one_shape(rows[0]), rows)
+
+    def _expected_shapes(
+        self, part: Part, projection: int, sizes: Mapping[str, int]
+    ) -> list[tuple[int, ...]]:
+        lead = (self.model.experts,) if self.fused else ()
+        if part.arrangement is None:  # globals: one number for each projection
+            if not self.fused:
+                return [(), (1,), (1, 1)]
+            both = [(*lead, 2)] if projection == GATE_UP else []
+            return [lead, (*lead, 1), *both]
+        if part.role is Role.CHECK_SHAPE:
+            return [(*lead, 2)]
+        shape = part.arrangement.shape(sizes)
+        if shape is None:
+            raise CheckpointError(
+                f"the sizes do not divide into words of {self.scheme.format}",
+                layer=self.layer,
+                expected=f"multiples of {max(part.arrangement.per)}",
+                found=dict(sizes),
+            )
+        return [(*lead, *shape)]
+
+    def _wrong_shape(
+        self,
+        name: str,
+        part: Part,
+        rows: Ints,
+        shapes: list[tuple[int, ...]],
+        sizes: Mapping[str, int],
+    ) -> LoaderError:
+        found = self.catalog.shapes[self.catalog.shape_id[rows[0]]]
+        hint = ""
+        one = found[1:] if self.fused else found
+        if part.arrangement and "g" in part.arrangement.axes and len(one) == 2:
+            stored = one[part.arrangement.axes.index("g")]
+            hint = f" (group {-(-sizes['k'] // sizes['g'])} in the config, "
+            hint += f"{sizes['k'] / stored:g} in the file)" if stored else ")"
+        return self._error(
+            f"{name} has the wrong shape",
+            rows[0],
+            " or ".join(str(list(shape)) for shape in shapes[:3]) + hint,
+            f"{list(found)}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else ""),
+        )
+
+    def _scale_dtypes(self, tables: Sequence[Table]) -> tuple[str, str]:
+        """Dtype of the scales (of the weights, where plain) of W13 and of W2."""
+        roles = (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8, Role.PLAIN_NK)
+        by_bank: list[dict[str, int]] = [{}, {}]
+        for table in tables:
+            if table.role in roles:
+                dtype = DTYPES[self.catalog.dtype[table.rows[0]]]
+                by_bank[table.projection == DOWN][dtype] = int(table.rows[0])
+        # e4m3 bytes stored as U8 are the same bytes
+        names = [
+            {
+                "F8_E4M3" if self.scheme.kind == "e2m1" else dtype: row
+                for dtype, row in found.items()
+            }
+            for found in by_bank
+        ]
+        if len(names[0]) > 1:
+            dtype, row = list(names[0].items())[1]
+            raise self._error("gate and up differ in scale dtype", row, next(iter(names[0])), dtype)
+        return next(iter(names[0])), next(iter(names[1]))
+
+    def _error(self, what: str, row: int, expected: object, found: object) -> CheckpointError:
+        return CheckpointError(
+            what,
+            file=self.catalog.files[self.catalog.file[row]],
+            layer=self.layer,
+            tensor=self.catalog.names[row],
+            expected=expected,
+            found=found,
+        )
+
+
+def some_of(ids: Ints) -> str:
+    """The first few of many ids, for an error message."""
+    text = ", ".join(str(int(number)) for number in ids[:8])
+    return text + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

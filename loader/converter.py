@@ -1,0 +1,106 @@
+"""Converter: one layer's banks and conversion cache, and the calls that fill them.
+
+``write(chunk, descriptors)`` and ``finish()`` are the whole interface (DESIGN section 7): arrays of
+descriptors, never one call per expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from loader import memory, native
+from loader.bank import LayerSpec, initialise
+from loader.reference.convert import named
+
+CACHE_GLOBALS = 3
+"""fp32 numbers that each expert keeps in the conversion cache: globals of gate, up, down."""
+
+
+def cache_bytes(spec: LayerSpec) -> int:
+    """Bytes of the conversion cache of one layer: globals wait only for NVFP4 ``wide``."""
+    waits = spec.w13.kind == "e2m1" and spec.w13.layout == "wide"
+    return spec.w13.experts * CACHE_GLOBALS * 4 if waits else 0
+
+
+@dataclass(eq=False)
+class LayerBanks:
+    """The tensors of W13 then W2, in the order of ``BankSpec.tensors``."""
+
+    spec: LayerSpec
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def allocate(cls, spec: LayerSpec, device: torch.device, zero_point: int | None) -> LayerBanks:
+        """Uninitialised banks with pads (and absent zero points) already set."""
+        tensors = [memory.fresh(t.shape, t.dtype, device) for b in spec.banks for t in b.tensors()]
+        banks = cls(spec, tensors)
+        for bank, part in zip(spec.banks, banks.split(), strict=True):
+            initialise(bank, named(bank, part), zero_point)
+        return banks
+
+    def split(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Tensors of W13, tensors of W2."""
+        count = len(self.spec.w13.tensors())
+        return self.tensors[:count], self.tensors[count:]
+
+
+class ConversionCache:
+    """Every temporary tensor that converting one layer needs; released exactly once.
+
+    ``released`` is how often :meth:`release` ran; a second call is an error, a discarded cache was
+    dropped by a failure.
+    """
+
+    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+        count = cache_bytes(spec) // 4
+        shape = (count // CACHE_GLOBALS, CACHE_GLOBALS)
+        self._globals: torch.Tensor | None = memory.fresh(shape, torch.float32, device)
+        self.nbytes = count * 4
+        self.released = 0
+
+    @property
+    def globals(self) -> torch.Tensor:
+        """fp32 (experts, 3), or (0, 3) where nothing waits."""
+        assert self._globals is not None, "the conversion cache was released"
+        return self._globals
+
+    def release(self) -> int:
+        """Drop the cache and give its memory back to the system; returns its bytes."""
+        assert self._globals is not None, "the conversion cache was released twice"
+        self._globals = None
+        self.released += 1
+        memory.return_to_system()
+        return self.nbytes
+
+    def discard(self) -> None:
+        """Drop the cache after a failure; this is not a release."""
+        self._globals = None
+
+
+
+@dataclass(eq=False)
+class LayerConverter:
+    """Fills the banks of one layer; what ``findings`` holds is for the caller to judge."""
+
+    banks: LayerBanks
+    cache: ConversionCache
+    _spec: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._spec = self.banks.spec.to_ints()
+
+    def write(self, chunk: torch.Tensor, descriptors: torch.Tensor) -> torch.Tensor:
+        """Convert the pieces of one chunk (uint8); returns findings int64 (n, 6)."""
+        findings: torch.Tensor = native.write(
+            chunk, descriptors, self.banks.tensors, self.cache.globals, self._spec
+        )
+        return findings
+
+    def finish(self) -> torch.Tensor:
+        """Complete metadata that needed more than one tensor; returns findings int64 (n, 6)."""
+        findings: torch.Tensor = native.finish(
+            self.banks.tensors, self.cache.globals, self._spec
+        )
+        return findings

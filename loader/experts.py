@@ -1,0 +1,345 @@
+"""Experts: one prepared MoE layer as a module, its decisions frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loader import native
+from loader.bank import LayerSpec
+from loader.errors import LifecycleError, LoaderError
+from loader.policy import ResolvedPolicy
+from loader.reference.convert import split_banks
+from loader.reference.weights import Columns, dequantize
+from loader.report import LoadReport
+from loader.route import RouteRange, limits
+from loader.shard import Shard
+from loader.workspace import Workspace
+
+_BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What was decided for one layer at load: nothing here changes afterwards."""
+
+    layer: int
+    format: str
+    spec: LayerSpec
+    expert_ids: tuple[int, ...]
+    experts: int
+    shard: Shard
+    policy: ResolvedPolicy
+    routes: tuple[RouteRange, ...]
+
+
+class PreparedExperts(torch.nn.Module):
+    """The routed experts of one MoE layer on one card, ready to run from their banks.
+
+    Buffers ``w13_*`` and ``w2_*`` are the tensors of the two banks (``loader/bank.py``). Format,
+    layout, phase and sizes travel in the extra state.
+    """
+
+    def __init__(
+        self, facts: LayerFacts, tensors: list[torch.Tensor], workspace: Workspace
+    ) -> None:
+        super().__init__()
+        self._facts = facts
+        self._workspace = workspace
+        self._spec_ints = facts.spec.to_ints()
+        self._route_limits = limits(facts.routes)
+        self._slots = {expert: slot for slot, expert in enumerate(facts.expert_ids)}
+        names = [
+            f"{bank}_{tensor.name}"
+            for bank, spec in zip(("w13", "w2"), facts.spec.banks, strict=True)
+            for tensor in spec.tensors()
+        ]
+        for name, tensor in zip(names, tensors, strict=True):
+            self.register_buffer(name, tensor)
+        self._bank_names = tuple(names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FROZEN:
+            raise LifecycleError(
+                f"{name} was decided when the layer was loaded and does not change",
+                layer=self.layer,
+                expected="another load with other settings",
+                found=f"an assignment to {name}",
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def layer(self) -> int:
+        """Layer index in the model."""
+        return self._facts.layer
+
+    @property
+    def format(self) -> str:
+        """Format on disk, such as ``awq-gemm``."""
+        return self._facts.format
+
+    @property
+    def spec(self) -> LayerSpec:
+        """Layout, sizes, group, phase and meaning of both banks."""
+        return self._facts.spec
+
+    @property
+    def expert_ids(self) -> tuple[int, ...]:
+        """Global ids of the experts on this card, by slot."""
+        return self._facts.expert_ids
+
+    @property
+    def shard(self) -> Shard:
+        """The shard that was loaded."""
+        return self._facts.shard
+
+    @property
+    def policy(self) -> ResolvedPolicy:
+        """The policy in force, with the environment filled in."""
+        return self._facts.policy
+
+    @property
+    def routes(self) -> tuple[RouteRange, ...]:
+        """Routes by token count, each with its reason."""
+        return self._facts.routes
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return self.spec.w13.k
+
+    @property
+    def intermediate_size(self) -> int:
+        """I of this card's slice."""
+        return self.spec.w2.k
+
+    @property
+    def metadata_layout(self) -> str:
+        """``compact``, ``record``, ``wide``, or ``plain`` for experts that are not quantized."""
+        return self.spec.w13.layout
+
+    @property
+    def awq_rounding(self) -> str:
+        """``exact`` or ``fused_bias``."""
+        return self.spec.awq_rounding
+
+    @property
+    def workspace(self) -> Workspace:
+        """The workspace shared by the layers of one load."""
+        return self._workspace
+
+    def banks(self) -> list[torch.Tensor]:
+        """Tensors of W13 then W2, in the order that operators take them."""
+        buffers = self._buffers
+        return [tensor for name in self._bank_names if (tensor := buffers[name]) is not None]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer: ``(T, H)``, ``(T, k)`` int32 or int64, ``(T, k)`` float -> ``(T, H)``.
+
+        Ids are global; a slot whose id is negative, out of range or not on this card adds exactly
+        0. ``out`` takes the result where it is given. Raises :class:`LoaderError` for a dtype,
+        shape or device that does not match, before anything runs.
+        """
+        self._check(hidden_states, topk_ids, topk_weights)
+        if out is None:
+            out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        else:
+            self._check_out(out, hidden_states, topk_ids, topk_weights)
+        native.moe(
+            out,
+            self._workspace.scratch,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            self._workspace.expert_map,
+            self.banks(),
+            self._spec_ints,
+            self._route_limits,
+        )
+        return out
+
+    def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        device = self._workspace.scratch.device
+        if x.dim() != 2 or x.shape[1] != self.hidden_size:
+            self._refuse("hidden_states", f"(T, {self.hidden_size})", tuple(x.shape))
+        if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            self._refuse("hidden_states", "float16, bfloat16 or float32", x.dtype)
+        if ids.dim() != 2 or ids.shape[0] != x.shape[0]:
+            self._refuse("topk_ids", f"({x.shape[0]}, k)", tuple(ids.shape))
+        if ids.dtype not in (torch.int32, torch.int64):
+            self._refuse("topk_ids", "int32 or int64", ids.dtype)
+        if weights.shape != ids.shape:
+            self._refuse("topk_weights", tuple(ids.shape), tuple(weights.shape))
+        if not weights.dtype.is_floating_point:
+            self._refuse("topk_weights", "a floating dtype", weights.dtype)
+        for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
+            if tensor.device != device:
+                self._refuse(name, f"device {device}", tensor.device)
+
+    def _check_out(self, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        x = inputs[0]
+        if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
+            self._refuse(
+                "out",
+                f"{tuple(x.shape)} {x.dtype} on {x.device}",
+                f"{tuple(out.shape)} {out.dtype} on {out.device}",
+            )
+        if torch.compiler.is_compiling():
+            return
+        if any(_overlap(out, tensor) for tensor in inputs):
+            self._refuse("out", "memory apart from the inputs", "an overlap")
+
+    def _refuse(self, name: str, expected: object, found: object) -> None:
+        raise LoaderError(
+            f"{name} does not match the layer", layer=self.layer, expected=expected, found=found
+        )
+
+    def dequantize(self, expert_id: int) -> dict[str, torch.Tensor]:
+        """Weights of one expert: ``gate`` and ``up`` (I, H), ``down`` (H, I), fp32, this card's slice.
+
+        Raises :class:`LoaderError` for an expert that this card does not hold.
+        """
+        slot = self._slots.get(expert_id)
+        if slot is None:
+            raise LoaderError(
+                f"expert {expert_id} is not on this card",
+                layer=self.layer,
+                expected=f"one of {_range_text(self.expert_ids)}",
+                found=expert_id,
+            )
+        w13, w2 = split_banks(self.spec, self.banks())
+        both = dequantize(
+            self.spec.w13, self.awq_rounding, w13, Columns(slot, 0, self.spec.w13.n)
+        )
+        down = dequantize(self.spec.w2, self.awq_rounding, w2, Columns(slot, 0, self.spec.w2.n))
+        return {
+            "gate": both[0::2].contiguous(),
+            "up": both[1::2].contiguous(),
+            "down": down.contiguous(),
+        }
+
+    def extra_repr(self) -> str:
+        g = self.spec
+        return (
+            f"layer={self.layer}, format={self.format}, layout={self.metadata_layout}, "
+            f"experts={len(self.expert_ids)}, H={self.hidden_size}, I={self.intermediate_size}, "
+            f"group={g.w13.group}, phase={g.w2.phase}"
+        )
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Everything that gives the bytes of the banks their meaning."""
+        return {
+            "schema": 1,
+            "format": self.format,
+            "spec": list(self._spec_ints),
+            "expert_ids": list(self.expert_ids),
+            "experts": self._facts.experts,
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accepts only a state that agrees with this layer; see ``load_state_dict``."""
+        if state != self.get_extra_state():
+            self._refuse("extra state", self.get_extra_state(), state)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """All or nothing: every bank is checked before the first is copied; addresses stay."""
+        faults = []
+        key = prefix + "_extra_state"
+        if state_dict.get(key) != self.get_extra_state():
+            faults.append(f"{key}: expected {self.get_extra_state()}, found {state_dict.get(key)}")
+        incoming = {name: state_dict.get(prefix + name) for name in self._bank_names}
+        for name, own in zip(self._bank_names, self.banks(), strict=True):
+            new = incoming[name]
+            if not isinstance(new, torch.Tensor):
+                faults.append(f"{prefix}{name}: missing")
+            elif new.shape != own.shape or new.dtype != own.dtype:
+                faults.append(
+                    f"{prefix}{name}: expected {tuple(own.shape)} {own.dtype}, "
+                    f"found {tuple(new.shape)} {new.dtype}"
+                )
+        if local_metadata.get("assign_to_params_buffers"):
+            faults.append(f"{prefix}: assign=True would move the banks")
+        known = {prefix + name for name in (*self._bank_names, "_extra_state")}
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
+        if faults:
+            error_msgs.append("prepared experts refuse the state: " + "; ".join(faults))
+            return
+        for name, own in zip(self._bank_names, self.banks(), strict=True):
+            own.copy_(incoming[name])  # type: ignore[arg-type]
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> PreparedExperts:
+        """Dtype casts pass the banks by (they are bits, not numbers); device moves raise."""
+        for name, own in zip(self._bank_names, self.banks(), strict=True):
+            bits = own.view(_BIT_TYPES[own.dtype.itemsize])
+            moved = fn(bits)
+            if moved.device != own.device:
+                raise LifecycleError(
+                    "prepared experts do not move between devices",
+                    layer=self.layer,
+                    expected=f"another load with device={str(moved.device)!r}",
+                    found=f"banks on {own.device}",
+                )
+            if moved.dtype == bits.dtype and moved.data_ptr() != bits.data_ptr():
+                self._buffers[name] = moved.view(own.dtype)
+        return self
+
+
+_FROZEN = frozenset(
+    name for name, value in vars(PreparedExperts).items() if isinstance(value, property)
+)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True where two tensors may share bytes (by the span of their strides)."""
+    if not a.numel() or not b.numel() or a.device != b.device:
+        return False
+
+    def span(t: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
+
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
+
+
+def _range_text(ids: tuple[int, ...]) -> str:
+    if ids == tuple(range(ids[0], ids[0] + len(ids))):
+        return f"{ids[0]} to {ids[-1]}"
+    return ", ".join(map(str, ids))
+
+
+class LoadedExperts(Mapping[int, PreparedExperts]):
+    """Layer index -> prepared experts, with the report of the load."""
+
+    def __init__(self, modules: Mapping[int, PreparedExperts], report: LoadReport) -> None:
+        self._modules = dict(modules)
+        self.report = report
+
+    def __getitem__(self, layer: int) -> PreparedExperts:
+        return self._modules[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)

@@ -1,0 +1,132 @@
+"""Memory: where tensors of a load live, and the counters that say what they cost.
+
+Host banks and staging are anonymous mappings of their own: what is freed is back with the
+operating system at once, whatever the C allocator does, and pages arrive as huge pages where the
+kernel has them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from types import TracebackType
+
+import psutil
+import torch
+
+_MAP_AT = 1 << 20
+"""Host tensors from this size on get a mapping of their own."""
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor whose storage is exactly its bytes."""
+    nbytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < _MAP_AT or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype).view(shape)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr(), str(tensor.device)] = storage.nbytes()
+    return sum(storages.values())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that a card has left: the driver's for a GPU, available memory for the host."""
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def return_to_system() -> None:
+    """Give free pages of the C allocator back to the operating system (glibc only)."""
+    if sys.platform == "linux" and _TRIM is not None:
+        _TRIM(0)
+
+
+def _find_trim() -> ctypes._NamedFuncPointer | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # no glibc: musl and macOS return pages on their own
+        return None
+
+
+_TRIM = _find_trim()
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Resident memory of this process, in bytes: anonymous + shared, and file-backed."""
+
+    anonymous: int
+    file: int
+
+
+def host_memory() -> HostMemory:
+    """Read ``RssAnon + RssShmem`` and ``RssFile``; off Linux the resident size counts as anonymous."""
+    if sys.platform != "linux":
+        return HostMemory(int(psutil.Process().memory_info().rss), 0)
+    kib = {"RssAnon:": 0, "RssShmem:": 0, "RssFile:": 0}
+    with open("/proc/self/status", "rb") as status:
+        for line in status:
+            name = line.split(None, 1)[0].decode()
+            if name in kib:
+                kib[name] = int(line.split()[1])
+    return HostMemory((kib["RssAnon:"] + kib["RssShmem:"]) << 10, kib["RssFile:"] << 10)
+
+
+def host_uss() -> int:
+    """Unique set size of this process in bytes, as psutil counts it."""
+    return int(psutil.Process().memory_full_info().uss)
+
+
+class HostPeak:
+    """Highest host counters between ``__enter__`` and ``__exit__``, sampled by a thread.
+
+    ``sample`` may be called at moments that matter, such as after a chunk was converted.
+    """
+
+    def __init__(self, interval_seconds: float = 0.004) -> None:
+        self._interval = interval_seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qpn-memory", daemon=True)
+        self.anonymous = 0
+        self.file = 0
+
+    def sample(self) -> HostMemory:
+        """Take one sample now."""
+        now = host_memory()
+        self.anonymous = max(self.anonymous, now.anonymous)
+        self.file = max(self.file, now.file)
+        return now
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.sample()
+
+    def __enter__(self) -> HostPeak:
+        self.sample()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,291 @@
+"""Pipeline: the one loop of a load: read, convert, release, measure; all or nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+
+from loader import memory
+from loader.checkpoint.family import FAMILIES, Family
+from loader.checkpoint.folder import open_checkpoint
+from loader.checkpoint.source import Source, open_source
+from loader.converter import ConversionCache, LayerBanks, LayerConverter
+from loader.errors import ConversionError, LoaderError
+from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
+from loader.lifecycle import Lifecycle, Observer
+from loader.plan import BUFFERS, DEFAULT_STAGING_BYTES, LayerPlan, Plan, plan_checkpoint
+from loader.policy import Policy
+from loader.report import LayerMeasured, LoadReport, MemoryMeasured
+from loader.shard import Shard
+from loader.stream import Filled, ReadAhead, Scheduled, Staging
+from loader.verdict import Judge
+from loader.workspace import Workspace
+
+_LOG = logging.getLogger(__name__)
+
+
+def load(
+    source: str | os.PathLike[str] | Source,
+    device: str | torch.device = "cpu",
+    shard: Shard | None = None,
+    policy: Policy | None = None,
+    layers: Iterable[int] | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    observers: Iterable[Observer] = (),
+    *,
+    card_memory: int | None = None,
+    family: Family | None = None,
+) -> LoadedExperts:
+    """Load the experts of a checkpoint into QPN banks on one card.
+
+    ``source``: a local folder. ``layers``: indices outright, None for all MoE layers.
+    ``staging_bytes``: budget of the read buffers. ``observers`` get every ``LayerEvent``.
+    ``card_memory``: the card's budget in bytes, None for what is free. ``family``: a naming
+    pattern of your own, tried first.
+
+    Returns the experts by layer; the caller owns them. Raises a :class:`loader.LoaderError`; a
+    load that fails leaves nothing allocated.
+    """
+    began = time.perf_counter()
+    baseline = memory.host_memory()
+    resolved = (policy or Policy()).resolve()
+    opened = open_source(source)
+    try:
+        families = FAMILIES if family is None else (family, *FAMILIES)
+        checkpoint = open_checkpoint(opened, families)
+        plan = plan_checkpoint(
+            checkpoint,
+            shard or Shard(),
+            resolved,
+            layers,
+            torch.device(device),
+            staging_bytes,
+            card_memory,
+        )
+        plan.require_fit()
+        run = _Load(plan, observers, baseline, began)
+        try:
+            return run.run()
+        except BaseException as error:
+            run.abandon()
+            # This frame stays in the error's traceback: it must not hold the plan's tables.
+            del run, plan, checkpoint
+            _clear_frames(error)
+            memory.return_to_system()
+            raise
+    finally:
+        if opened is not source:
+            opened.close()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drop the locals of the frames an error holds: it must keep no tensor alive."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        pending += [one.__cause__, one.__context__]
+
+
+class _Load:
+    """State of one running load: everything it allocated, so that a failure can drop it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        observers: Iterable[Observer],
+        baseline: memory.HostMemory,
+        began: float,
+    ) -> None:
+        self.plan = plan
+        self.baseline = baseline
+        self.began = began
+        self.lifecycle = Lifecycle([layer.layer for layer in plan.layers], observers, began)
+        self.measured = {layer.layer: LayerMeasured() for layer in plan.layers}
+        self.modules: dict[int, PreparedExperts] = {}
+        self.nonfinite: list[str] = []
+        self.bytes_read = 0
+        self.peak = memory.HostPeak()
+        self.workspace: Workspace | None = None
+        self.staging: Staging | None = None
+        self.reader: ReadAhead | None = None
+        self.banks: LayerBanks | None = None
+        self.cache: ConversionCache | None = None
+
+    def run(self) -> LoadedExperts:
+        """Load every layer of the plan."""
+        plan = self.plan
+        for layer in plan.layers:
+            self.lifecycle.enter(layer.layer, "planned")
+        with self.peak:
+            self.workspace = Workspace(
+                plan.scratch_bytes,
+                plan.layers[0].part.expert_ids,
+                plan.checkpoint.model.experts,
+                plan.device,
+            )
+            self.staging = Staging(BUFFERS, plan.buffer_bytes)
+            source = plan.checkpoint.source
+            self.reader = ReadAhead(source, plan.checkpoint.catalog.files, self.staging)
+            stream = self.reader.stream(self._schedule())
+            for layer in plan.layers:
+                self._layer(layer, stream)
+            uss = memory.host_uss()
+            self.reader.close()
+            self.staging.close()
+            memory.return_to_system()
+        seconds = time.perf_counter() - self.began
+        experts = LoadedExperts(self.modules, self._report(seconds, uss))
+        self._log_routes()
+        _LOG.info("%s", experts.report.memory_line())
+        return experts
+
+    def _schedule(self) -> Iterator[Scheduled]:
+        limit = self.plan.staging_limit // BUFFERS
+        for layer in self.plan.layers:
+            chunks = layer.chunks(limit)
+            for number, chunk in enumerate(chunks, 1):
+                yield Scheduled(layer.layer, chunk, number == len(chunks))
+
+    def _layer(self, layer: LayerPlan, stream: Iterator[Filled]) -> None:
+        plan, measured = self.plan, self.measured[layer.layer]
+        number = layer.layer
+        self.lifecycle.enter(number, "reading")
+        try:
+            self.banks = LayerBanks.allocate(layer.spec, plan.device, layer.zero_point)
+            self.cache = ConversionCache(layer.spec, plan.device)
+        except LoaderError as error:
+            raise error.at(layer=number) from error
+        converter = LayerConverter(self.banks, self.cache)
+        catalog = plan.checkpoint.catalog
+        judge = Judge(
+            layer.source,
+            layer.part,
+            plan.policy.policy.nonfinite == "warn",
+            lambda row: catalog.names[row],
+            lambda row: catalog.files[int(catalog.file[row])],
+        )
+        self._convert(layer, converter, judge, stream)
+        self.modules[number] = self._module(layer, self.banks)
+        nbytes = layer.spec.nbytes()
+        self.lifecycle.enter(number, "prepared", nbytes)
+        started = time.perf_counter()
+        freed = self.cache.release()
+        measured.release_seconds = time.perf_counter() - started
+        measured.releases = self.cache.released
+        self.banks = self.cache = None
+        self.lifecycle.enter(number, "released", freed)
+        self.lifecycle.enter(number, "ready", nbytes)
+
+    def _convert(
+        self,
+        layer: LayerPlan,
+        converter: LayerConverter,
+        judge: Judge,
+        stream: Iterator[Filled],
+    ) -> None:
+        number, measured = layer.layer, self.measured[layer.layer]
+        consumed = 0
+        last = False
+        while not last:
+            filled = next(stream)
+            last = filled.scheduled.last
+            measured.read_seconds += filled.read_seconds
+            started = time.perf_counter()
+            chunk = filled.scheduled.chunk
+            descriptors = torch.from_numpy(chunk.descriptors())
+            findings = _guarded(number, partial(converter.write, filled.data, descriptors))
+            self.nonfinite += judge.after_write(findings, chunk.pieces)
+            measured.convert_seconds += time.perf_counter() - started
+            consumed += chunk.bytes_read
+            self.bytes_read += chunk.bytes_read
+            # The buffer behind `filled` is read into again as soon as the stream goes on.
+            del filled, findings, descriptors, chunk
+            self.peak.sample()
+            self.lifecycle.enter(number, "reading", consumed)
+        self.lifecycle.enter(number, "converting", 0)
+        started = time.perf_counter()
+        self.nonfinite += judge.after_finish(_guarded(number, converter.finish))
+        measured.convert_seconds += time.perf_counter() - started
+
+    def _module(self, layer: LayerPlan, banks: LayerBanks) -> PreparedExperts:
+        assert self.workspace is not None
+        facts = LayerFacts(
+            layer=layer.layer,
+            format=layer.source.scheme.format,
+            spec=layer.spec,
+            expert_ids=layer.part.expert_ids,
+            experts=self.plan.checkpoint.model.experts,
+            shard=self.plan.shard,
+            policy=self.plan.policy,
+            routes=layer.routes,
+        )
+        return PreparedExperts(facts, banks.tensors, self.workspace)
+
+    def _report(self, seconds: float, uss: int) -> LoadReport:
+        assert self.workspace is not None
+        tensors = [tensor for module in self.modules.values() for tensor in module.banks()]
+        after = memory.host_memory()
+        measured = MemoryMeasured(
+            resident=memory.storage_bytes([*tensors, *self.workspace.tensors()]),
+            baseline=self.baseline.anonymous,
+            peak=self.peak.anonymous,
+            after=after.anonymous,
+            host_anonymous_peak=self.peak.anonymous,
+            host_file_peak=self.peak.file,
+            host_file_baseline=self.baseline.file,
+            host_uss_peak=uss,
+        )
+        return LoadReport(
+            planned=self.plan.to_dict(),
+            layers=self.measured,
+            memory=measured,
+            seconds=seconds,
+            bytes_read=self.bytes_read,
+            nonfinite=tuple(self.nonfinite),
+        )
+
+    def _log_routes(self) -> None:
+        """One warning for each distinct reason that a fast route was not admitted."""
+        reasons: dict[str, list[int]] = {}
+        for layer in self.plan.layers:
+            for route in layer.routes[:-1]:
+                if route.route == "legacy":
+                    reasons.setdefault(route.reason, []).append(layer.layer)
+        for reason, layers in reasons.items():
+            _LOG.warning("layers %s run the legacy route: %s", sorted(set(layers)), reason)
+
+    def abandon(self) -> None:
+        """Drop everything after a failure: banks of finished layers, cache, staging, reader."""
+        for error in self.lifecycle.fail():
+            _LOG.error("%s", error)
+        if self.reader is not None:
+            self.reader.close()
+        if self.staging is not None:
+            self.staging.close()
+        if self.cache is not None:
+            self.cache.discard()
+        self.modules.clear()
+        self.workspace = self.staging = self.reader = self.banks = self.cache = None
+
+
+def _guarded(layer: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run a converter call; what is no error of this library becomes one, with its cause."""
+    try:
+        return call()
+    except LoaderError as error:
+        raise error.at(layer=layer) from error
+    except Exception as error:
+        raise ConversionError(
+            f"the converter failed: {type(error).__name__}: {error}", layer=layer
+        ) from error

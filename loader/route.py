@@ -1,0 +1,164 @@
+"""Route: which kernel serves which token counts of a layer, decided by capability, with reasons.
+
+Admission is a pure function of layer, implementation and policy. It never looks at a name of a
+model or of a path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loader.bank import LayerSpec
+from loader.errors import PolicyError, UnsupportedError
+from loader.native import Implementation
+from loader.policy import ResolvedPolicy
+
+DEFAULT_GROUPED_MAX_TOKENS = 8
+
+#: Token counts of each fast route: first, and last or None for the layer's limit.
+FAST_ROUTES = ("qpn_m1", "qpn_grouped")
+
+
+@dataclass(frozen=True)
+class RouteRange:
+    """One range of token counts and the route that serves it; ``last`` None means no end."""
+
+    first: int
+    last: int | None
+    route: str
+    implementation: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form of the JSON report."""
+        return {
+            "tokens": [self.first, self.last],
+            "route": self.route,
+            "implementation": self.implementation,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Need:
+    """One capability that a fast route needs: its name, a test, what it needs, what was found."""
+
+    capability: str
+    holds: Callable[[LayerSpec, Implementation], bool]
+    needs: Callable[[Implementation], str]
+    found: Callable[[LayerSpec], str]
+
+
+NEEDS: tuple[Need, ...] = (
+    Need(
+        "quantized experts",
+        lambda spec, code: spec.w13.kind in code.kinds,
+        lambda code: " or ".join(code.kinds) + " codes",
+        lambda spec: "not quantized" if spec.w13.kind == "plain" else spec.w13.kind,
+    ),
+    Need(
+        "metadata layout",
+        lambda spec, code: spec.w13.layout in code.layouts,
+        lambda code: " or ".join(code.layouts),
+        lambda spec: spec.w13.layout,
+    ),
+    Need(
+        "group size",
+        lambda spec, code: all(not bank.group % code.group_multiple for bank in spec.banks),
+        lambda code: f"a multiple of {code.group_multiple}",
+        lambda spec: f"{spec.w13.group} and {spec.w2.group}",
+    ),
+)
+
+
+def require_implementation(
+    device: torch.device, implementation: Implementation | None
+) -> Implementation:
+    """The implementation of a device; :class:`UnsupportedError` where there is none."""
+    if implementation is None:
+        raise UnsupportedError(
+            "this build has no native code for the device, and the reference never stands in on "
+            "a card",
+            expected="an implementation for the device, or device='cpu'",
+            found=f"device {device}",
+        )
+    return implementation
+
+
+def decide(
+    layer: int,
+    spec: LayerSpec,
+    implementation: Implementation,
+    policy: ResolvedPolicy,
+    source_reason: str,
+) -> tuple[RouteRange, ...]:
+    """Routes of one layer, covering every token count from 1.
+
+    Raises :class:`PolicyError` where a switch is ``on`` and the layer or the device lacks a
+    capability; nothing has been allocated then.
+    """
+    limit = policy.policy.grouped_max_tokens
+    if limit == "measure":
+        raise PolicyError(
+            "crossovers can only be measured by native code, which this build does not have",
+            layer=layer,
+            expected="grouped_max_tokens None or a whole number",
+            found="'measure'",
+        )
+    grouped_last = DEFAULT_GROUPED_MAX_TOKENS if limit is None else int(limit)
+    ranges = [
+        _fast("qpn_m1", 1, 1, layer, spec, implementation, policy),
+        _fast("qpn_grouped", 2, grouped_last, layer, spec, implementation, policy),
+    ]
+    legacy = f"more than {grouped_last} tokens" if ranges[1].route != "legacy" else "any tokens"
+    if spec.w13.kind == "plain":
+        legacy = source_reason
+    ranges.append(RouteRange(grouped_last + 1, None, "legacy", implementation.name, legacy))
+    return tuple(ranges)
+
+
+def _fast(
+    route: str,
+    first: int,
+    last: int,
+    layer: int,
+    spec: LayerSpec,
+    implementation: Implementation,
+    policy: ResolvedPolicy,
+) -> RouteRange:
+    switch = policy.switch(route)
+    asked = policy.describe(route)
+    if switch == "off":
+        return RouteRange(first, last, "legacy", implementation.name, asked)
+    lacking = _lacking(route, spec, implementation)
+    if lacking is None:
+        return RouteRange(first, last, route, implementation.name, f"admitted, {asked}")
+    capability, needs, found = lacking
+    if switch == "on":
+        raise PolicyError(
+            f"{asked} cannot be honoured: {capability}", layer=layer, expected=needs, found=found
+        )
+    reason = f"{route} needs {capability}: {needs}; found {found}"
+    return RouteRange(first, last, "legacy", implementation.name, reason)
+
+
+def _lacking(
+    route: str, spec: LayerSpec, implementation: Implementation
+) -> tuple[str, str, str] | None:
+    """The first capability that is missing: its name, what is needed, what was found."""
+    if route not in implementation.routes:
+        return ("native operator", f"{route} for this device", implementation.name)
+    for need in NEEDS:
+        if not need.holds(spec, implementation):
+            return (need.capability, need.needs(implementation), need.found(spec))
+    return None
+
+
+def limits(ranges: Sequence[RouteRange]) -> list[int]:
+    """The form that the operator takes: last token count of qpn_m1 and of qpn_grouped, 0 for off."""
+    last = {r.route: r.last or 0 for r in ranges}
+    return [last.get(route, 0) for route in FAST_ROUTES]

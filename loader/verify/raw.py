@@ -1,0 +1,207 @@
+"""The checkpoint as raw tensors: which file holds which name, and its bytes as a tensor.
+
+Opened with ``safetensors`` and plain ``json`` only. The index, where present, is the only
+authority on which file supplies a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loader.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; raises :class:`CheckpointError` if it is anything else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            "a JSON file cannot be read", file=str(path), expected="a JSON object", found=error
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            "a JSON file is not an object",
+            file=str(path),
+            expected="a JSON object",
+            found=type(value).__name__,
+        )
+    return value
+
+
+class RawCheckpoint:
+    """A local checkpoint folder; a context manager that owns the open files.
+
+    ``modules`` maps a module's name to the parts it has (``qweight``, ``weight_scale``, ...).
+    Raises :class:`CheckpointError` when the folder is not local, or files or tensors are missing.
+    """
+
+    def __init__(self, source: str | os.PathLike[str]) -> None:
+        self.folder = Path(source)
+        if not self.folder.is_dir():
+            raise CheckpointError(
+                "the check reads the checkpoint from a local folder",
+                file=str(source),
+                expected="a local folder",
+                found="a file" if self.folder.exists() else "no such folder",
+            )
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+        try:
+            self._files = self._locate()
+        except BaseException:
+            self._stack.close()
+            raise
+        self.modules: dict[str, set[str]] = {}
+        for name in self._files:
+            module, _, part = name.rpartition(".")
+            self.modules.setdefault(module, set()).add(part)
+
+    def __enter__(self) -> RawCheckpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._handles.clear()
+        self._stack.close()
+
+    def read_json(self, name: str, *, required: bool) -> dict[str, Any]:
+        """The JSON object in the folder's file ``name``; empty if absent and not required."""
+        path = self.folder / name
+        return read_json(path) if required or path.exists() else {}
+
+    def file_of(self, name: str) -> str:
+        """The file, relative to the folder, that supplies tensor ``name``."""
+        try:
+            return self._files[name]
+        except KeyError:
+            raise CheckpointError(
+                "a tensor is missing",
+                file=str(self.folder),
+                tensor=name,
+                expected="present",
+                found="absent",
+            ) from None
+
+    def dtype(self, name: str) -> str:
+        """The dtype of ``name`` as the header spells it, such as ``F8_E4M3``."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, lead: int | None = None) -> torch.Tensor:
+        """The tensor ``name`` on the host; with ``lead``, that index of its leading axis only."""
+        view = self._slice(name)
+        shape = list(view.get_shape())
+        if lead is None:
+            return self._tensor(name)
+        if not shape or lead >= shape[0]:
+            raise CheckpointError(
+                "a fused tensor has no such expert",
+                file=self._files[name],
+                experts=str(lead),
+                tensor=name,
+                expected=f"a leading axis of at least {lead + 1}",
+                found=f"shape {shape}",
+            )
+        part: torch.Tensor = view[lead : lead + 1]
+        return part[0]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle(self.file_of(name)).get_tensor(name)
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        file = self.file_of(name)
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(
+                "the index names a file that does not hold the tensor",
+                file=file,
+                tensor=name,
+                expected="present",
+                found=error,
+            ) from error
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._handles:
+            path = self.folder / file
+            try:
+                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    "a file cannot be opened as safetensors",
+                    file=str(path),
+                    expected="a whole safetensors file",
+                    found=error,
+                ) from error
+            self._handles[file] = handle
+        return self._handles[file]
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name, from the index, or else from the headers."""
+        index = self.folder / INDEX_NAME
+        if index.exists():
+            return self._from_index(index)
+        files: dict[str, str] = {}
+        for file in self._unindexed():
+            for name in self._handle(file).keys():  # noqa: SIM118 - a handle is no mapping
+                if name in files:
+                    raise CheckpointError(
+                        "two files hold the same tensor and no index chooses",
+                        file=f"{files[name]}, {file}",
+                        tensor=name,
+                        expected="one file",
+                        found="two files",
+                    )
+                files[name] = file
+        return files
+
+    def _from_index(self, index: Path) -> dict[str, str]:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(
+                "the index has no weight_map",
+                file=str(index),
+                expected="an object",
+                found=type(weight_map).__name__,
+            )
+        for file in set(map(str, weight_map.values())):
+            # A name that leaves the folder is no part of this model, whatever lies there.
+            if not file or "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
+                raise CheckpointError(
+                    "the index names a file outside the folder",
+                    file=str(index),
+                    expected="a name inside the folder",
+                    found=repr(file),
+                )
+        return {str(name): str(file) for name, file in weight_map.items()}
+
+    def _unindexed(self) -> list[str]:
+        if (self.folder / "model.safetensors").exists():
+            return ["model.safetensors"]
+        shards = sorted(path.name for path in self.folder.glob("model-*-of-*.safetensors"))
+        if shards:
+            return shards
+        single = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if len(single) != 1:
+            raise CheckpointError(
+                "no file is clearly the model",
+                file=str(self.folder),
+                expected="an index, model.safetensors, numbered shards or one *.safetensors",
+                found=", ".join(single) or "no *.safetensors",
+            )
+        return single
