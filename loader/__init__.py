@@ -17,6 +17,7 @@ from loader.errors import (
     UnsupportedError,
 )
 from loader.experts import LoadedExperts, PreparedExperts
+from loader.inplace import prepare_module
 from loader.lifecycle import LayerEvent
 from loader.pipeline import load
 
@@ -51,5 +52,6 @@ __all__ = [
     "__version__",
     "load",
     "plan",
+    "prepare_module",
     "verify",
 ]

@@ -1,7 +1,8 @@
 """Chunk: what one read buffer holds at one time, and the reads that fill it.
 
-A layer's pieces are walked in file order. Neighbours are read together, gaps under 4 KiB included;
-runs that lie apart share a buffer, so that a layer of scattered small tensors still takes few calls.
+A layer's pieces are walked in file order. Neighbours are read together, gaps under 4 KiB
+included; runs that lie apart share a buffer, so that a layer of scattered small tensors still
+takes few calls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loader.checkpoint.catalog import Ints
-from loader.pieces import DESCRIPTOR_FIELDS, Pieces
+from loader.pieces import Pieces, descriptors_of
 
 GAP_BYTES = 4096
 """Largest gap between two pieces that is read along instead of starting another read."""
@@ -48,11 +49,8 @@ class Chunk:
         return max(read.at + read.length for read in self.reads)
 
     def descriptors(self) -> Ints:
-        """The pieces as ``(pieces, 12) int64``, columns ``DESCRIPTOR_FIELDS``."""
-        table = np.empty((len(self.pieces), len(DESCRIPTOR_FIELDS)), np.int64)
-        for column, name in enumerate(DESCRIPTOR_FIELDS):
-            table[:, column] = self.pieces[name]
-        return table
+        """The pieces as the table that ``write`` takes."""
+        return descriptors_of(self.pieces)
 
 
 def build_chunks(pieces: Pieces, limit: int) -> list[Chunk]:
@@ -87,7 +85,7 @@ def build_chunks(pieces: Pieces, limit: int) -> list[Chunk]:
 
 
 def _runs(pieces: Pieces) -> tuple[Ints, Ints]:
-    """For each piece: the furthest end so far in its run of neighbours, and the run's last index."""
+    """For each piece: the furthest end so far in its run of neighbours, and where the run stops."""
     begins = pieces["begin"]
     position = pieces["file"] << 44
     furthest = np.maximum.accumulate(position + begins + pieces["rows"] * pieces["row_bytes"])

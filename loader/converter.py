@@ -6,12 +6,14 @@ descriptors, never one call per expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from loader import memory, native
 from loader.bank import LayerSpec, initialise
+from loader.errors import ConversionError, LoaderError
 from loader.reference.convert import named
 
 CACHE_GLOBALS = 3
@@ -79,7 +81,6 @@ class ConversionCache:
         self._globals = None
 
 
-
 @dataclass(eq=False)
 class LayerConverter:
     """Fills the banks of one layer; what ``findings`` holds is for the caller to judge."""
@@ -100,7 +101,17 @@ class LayerConverter:
 
     def finish(self) -> torch.Tensor:
         """Complete metadata that needed more than one tensor; returns findings int64 (n, 6)."""
-        findings: torch.Tensor = native.finish(
-            self.banks.tensors, self.cache.globals, self._spec
-        )
+        findings: torch.Tensor = native.finish(self.banks.tensors, self.cache.globals, self._spec)
         return findings
+
+
+def guarded(layer: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run a converter call; what is no error of this library becomes one, with its cause."""
+    try:
+        return call()
+    except LoaderError as error:
+        raise error.at(layer=layer) from error
+    except Exception as error:
+        raise ConversionError(
+            f"the converter failed: {type(error).__name__}: {error}", layer=layer
+        ) from error

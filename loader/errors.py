@@ -6,6 +6,7 @@ can test them instead of parsing a message.
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 
@@ -95,3 +96,16 @@ class ConversionError(LoaderError):
 
 class LifecycleError(LoaderError):
     """A layer was used outside its lifecycle: an observer failed, a frozen decision was changed."""
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the locals of all frames that an error and its causes hold: they keep no tensor."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        pending += [one.__cause__, one.__context__]

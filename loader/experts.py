@@ -204,7 +204,7 @@ class PreparedExperts(torch.nn.Module):
         )
 
     def dequantize(self, expert_id: int) -> dict[str, torch.Tensor]:
-        """Weights of one expert: ``gate`` and ``up`` (I, H), ``down`` (H, I), fp32, this card's slice.
+        """Weights fp32 of one expert: ``gate``, ``up`` (I, H), ``down`` (H, I), this card's slice.
 
         Raises :class:`LoaderError` for an expert that this card does not hold.
         """
@@ -217,9 +217,7 @@ class PreparedExperts(torch.nn.Module):
                 found=expert_id,
             )
         w13, w2 = split_banks(self.spec, self.banks())
-        both = dequantize(
-            self.spec.w13, self.awq_rounding, w13, Columns(slot, 0, self.spec.w13.n)
-        )
+        both = dequantize(self.spec.w13, self.awq_rounding, w13, Columns(slot, 0, self.spec.w13.n))
         down = dequantize(self.spec.w2, self.awq_rounding, w2, Columns(slot, 0, self.spec.w2.n))
         return {
             "gate": both[0::2].contiguous(),

@@ -26,8 +26,9 @@ _NEXT = {
 class LayerEvent:
     """One transition of one layer.
 
-    ``seconds`` since the load began; ``bytes``: consumed so far in ``reading``, the layer's banks
-    in ``prepared`` and ``ready``, what went back in ``released``, else 0.
+    ``seconds`` since the load began; ``bytes``: what the layer will read in ``planned``, what it
+    has consumed so far in ``reading``, its banks in ``prepared`` and ``ready``, what went back in
+    ``released``, else 0.
     """
 
     layer: int

@@ -76,7 +76,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """Read ``RssAnon + RssShmem`` and ``RssFile``; off Linux the resident size counts as anonymous."""
+    """``RssAnon + RssShmem`` and ``RssFile``; off Linux the resident size counts as anonymous."""
     if sys.platform != "linux":
         return HostMemory(int(psutil.Process().memory_info().rss), 0)
     kib = {"RssAnon:": 0, "RssShmem:": 0, "RssFile:": 0}

@@ -112,7 +112,8 @@ def minimum_staging(pieces: Pieces, buffers: int = 2) -> int:
 
 def _position(pieces: Pieces) -> Ints:
     """One sortable number for file and offset; files are far below 2**44 bytes."""
-    return (pieces["file"] << 44) + pieces["begin"]
+    position: Ints = (pieces["file"] << 44) + pieces["begin"]
+    return position
 
 
 def _projections(table: Table) -> tuple[int, ...]:
@@ -209,3 +210,11 @@ def _matrix(
     pieces["row_quantum"] = arrangement.row_quantum
     if table.role in (Role.ZEROS_GN, Role.ZEROS_NG) and source.zeros_must_be_eight:
         pieces["expect_a"] = 8
+
+
+def descriptors_of(pieces: Pieces) -> Ints:
+    """The pieces as ``(pieces, 12) int64``, columns ``DESCRIPTOR_FIELDS``."""
+    table = np.empty((len(pieces), len(DESCRIPTOR_FIELDS)), np.int64)
+    for column, name in enumerate(DESCRIPTOR_FIELDS):
+        table[:, column] = pieces[name]
+    return table

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -15,8 +14,8 @@ from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import open_checkpoint
 from loader.checkpoint.source import Source, open_source
-from loader.converter import ConversionCache, LayerBanks, LayerConverter
-from loader.errors import ConversionError, LoaderError
+from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
+from loader.errors import LoaderError, clear_frames
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
 from loader.lifecycle import Lifecycle, Observer
 from loader.plan import BUFFERS, DEFAULT_STAGING_BYTES, LayerPlan, Plan, plan_checkpoint
@@ -76,25 +75,12 @@ def load(
             run.abandon()
             # This frame stays in the error's traceback: it must not hold the plan's tables.
             del run, plan, checkpoint
-            _clear_frames(error)
+            clear_frames(error)
             memory.return_to_system()
             raise
     finally:
         if opened is not source:
             opened.close()
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Drop the locals of the frames an error holds: it must keep no tensor alive."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        pending += [one.__cause__, one.__context__]
 
 
 class _Load:
@@ -126,7 +112,7 @@ class _Load:
         """Load every layer of the plan."""
         plan = self.plan
         for layer in plan.layers:
-            self.lifecycle.enter(layer.layer, "planned")
+            self.lifecycle.enter(layer.layer, "planned", plan.read_bytes(layer.layer))
         with self.peak:
             self.workspace = Workspace(
                 plan.scratch_bytes,
@@ -204,7 +190,7 @@ class _Load:
             started = time.perf_counter()
             chunk = filled.scheduled.chunk
             descriptors = torch.from_numpy(chunk.descriptors())
-            findings = _guarded(number, partial(converter.write, filled.data, descriptors))
+            findings = guarded(number, partial(converter.write, filled.data, descriptors))
             self.nonfinite += judge.after_write(findings, chunk.pieces)
             measured.convert_seconds += time.perf_counter() - started
             consumed += chunk.bytes_read
@@ -215,7 +201,7 @@ class _Load:
             self.lifecycle.enter(number, "reading", consumed)
         self.lifecycle.enter(number, "converting", 0)
         started = time.perf_counter()
-        self.nonfinite += judge.after_finish(_guarded(number, converter.finish))
+        self.nonfinite += judge.after_finish(guarded(number, converter.finish))
         measured.convert_seconds += time.perf_counter() - started
 
     def _module(self, layer: LayerPlan, banks: LayerBanks) -> PreparedExperts:
@@ -277,15 +263,3 @@ class _Load:
             self.cache.discard()
         self.modules.clear()
         self.workspace = self.staging = self.reader = self.banks = self.cache = None
-
-
-def _guarded(layer: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Run a converter call; what is no error of this library becomes one, with its cause."""
-    try:
-        return call()
-    except LoaderError as error:
-        raise error.at(layer=layer) from error
-    except Exception as error:
-        raise ConversionError(
-            f"the converter failed: {type(error).__name__}: {error}", layer=layer
-        ) from error

@@ -168,13 +168,26 @@ class Plan:
         return sum(layer.spec.nbytes() for layer in self.layers) + self.workspace_bytes
 
     @cached_property
+    def _reads(self) -> dict[int, tuple[int, int]]:
+        """For each layer: bytes of its largest chunk, bytes read in all."""
+        limit = self.staging_limit // BUFFERS
+        return {
+            layer.layer: (
+                max(chunk.buffer_bytes for chunk in chunks),
+                sum(chunk.bytes_read for chunk in chunks),
+            )
+            for layer in self.layers
+            if (chunks := layer.chunks(limit))
+        }
+
+    @property
     def buffer_bytes(self) -> int:
         """Size of one read buffer: the largest chunk, within the staging budget."""
-        limit = self.staging_limit // BUFFERS
-        return max(
-            (chunk.buffer_bytes for layer in self.layers for chunk in layer.chunks(limit)),
-            default=0,
-        )
+        return max((largest for largest, _ in self._reads.values()), default=0)
+
+    def read_bytes(self, layer: int) -> int:
+        """Bytes that loading one layer takes from files, small gaps included."""
+        return self._reads[layer][1]
 
     @property
     def staging_bytes(self) -> int:
@@ -254,6 +267,7 @@ class Plan:
             "device": str(self.device),
             "shard": self.shard.to_dict(),
             "policy": self.policy.to_dict(),
+            "top_k": self.top_k,
             "layers": [layer.to_dict() for layer in self.layers],
             "skipped": [{"layer": s.layer, "reason": s.reason} for s in self.skipped],
             "left_alone": {

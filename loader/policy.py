@@ -83,7 +83,7 @@ class Policy:
         origins: dict[str, str] = {}
         for switch, variable in ENVIRONMENT.items():
             values[switch], origins[switch] = self._switch(switch, variable, variables)
-        return ResolvedPolicy(replace(self, **values), origins)  # type: ignore[arg-type]
+        return ResolvedPolicy(replace(self, **values), origins)
 
     def _switch(self, switch: str, variable: str, variables: Mapping[str, str]) -> tuple[str, str]:
         setting = variables.get(variable)

@@ -8,7 +8,7 @@ from typing import Any
 from loader.table import human_bytes, merged_layers, render, table
 
 Report = Mapping[str, Any]
-_TEXT = ("device", "shard", "layers", "format", "metadata", "tokens", "route", "code", "reason")
+_TEXT = ("layers", "format", "metadata", "tokens", "route", "code", "reason")
 
 
 def plan_text(reports: Sequence[Report], width: int = 120) -> str:
@@ -19,7 +19,7 @@ def plan_text(reports: Sequence[Report], width: int = 120) -> str:
 def plan_parts(reports: Sequence[Report]) -> list[object]:
     """Tables and lines: cards, layers, routes, and what is left alone."""
     first = reports[0]
-    parts: list[object] = [_cards(reports), _layers(first), _routes(first)]
+    parts: list[object] = [*_cards(reports), _layers(first), _routes(first)]
     skipped: dict[str, list[int]] = {}
     for entry in first["skipped"]:
         skipped.setdefault(entry["reason"], []).append(entry["layer"])
@@ -56,7 +56,12 @@ def load_parts(report: Report) -> list[object]:
     )
     warned = [f"Kept under nonfinite='warn': {line}" for line in report["nonfinite"]]
     title = f"Memory on {report['device']}"
-    return [*plan_parts([report]), table(title, ("", "size", "bytes"), sized, ("",)), speed, *warned]
+    return [
+        *plan_parts([report]),
+        table(title, ("", "size", "bytes"), sized, ("",)),
+        speed,
+        *warned,
+    ]
 
 
 def total_bytes(report: Report) -> dict[str, int]:
@@ -68,28 +73,42 @@ def total_bytes(report: Report) -> dict[str, int]:
     return totals
 
 
-def _cards(reports: Sequence[Report]) -> object:
-    rows = []
-    for report in reports:
-        totals, shard, m = total_bytes(report), report["shard"], report["memory"]
-        sizes = (
-            totals["weight"],
-            totals["metadata"],
-            totals["globals"],
-            totals["unquantized"],
-            m["workspace"],
-            m["predicted_resident"],
-            totals["saved"],
-            m["predicted_peak"],
-            m["card"],
-        )
-        held = "yes" if m["fits"] else "?" if m["fits"] is None else "NO"
-        where = f"tp {shard['tp_rank']}/{shard['tp_size']} ep {shard['ep_rank']}/{shard['ep_size']}"
-        rows.append((report["device"], where, *map(human_bytes, sizes), held))
-    columns = ("device", "shard", "weight", "metadata", "globals", "unquant.", "workspace")
-    columns += ("resident", "saved", "peak", "free", "fits")
-    title = f"{reports[0]['source']}: what each card holds ('saved' is against wide metadata)"
-    return table(title, columns, rows, _TEXT)
+_CARDS_PER_TABLE = 8
+
+
+def _cards(reports: Sequence[Report]) -> list[object]:
+    """Categories as rows, cards as columns, so that the numbers of one card stand together."""
+    tables = []
+    for first in range(0, len(reports), _CARDS_PER_TABLE):
+        shown = reports[first : first + _CARDS_PER_TABLE]
+        columns = [_card_sizes(report) for report in shown]
+        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+        title = f"{reports[0]['source']}: what each card holds"
+        tables.append(table(title, ("", *map(_card_name, shown)), rows, ("",)))
+    return tables
+
+
+def _card_name(report: Report) -> str:
+    shard = report["shard"]
+    parts = [report["device"]]
+    parts += [f"tp {shard['tp_rank']}/{shard['tp_size']}"] if shard["tp_size"] > 1 else []
+    parts += [f"ep {shard['ep_rank']}/{shard['ep_size']}"] if shard["ep_size"] > 1 else []
+    return "\n".join(parts)
+
+
+def _card_sizes(report: Report) -> dict[str, str]:
+    totals, m = total_bytes(report), report["memory"]
+    sizes = {name: totals[name] for name in ("weight", "metadata", "globals", "unquantized")}
+    sizes["workspace"] = m["workspace"]
+    sizes["resident"] = m["predicted_resident"]
+    sizes["staging (transient)"] = m["staging"]
+    sizes["conversion (transient)"] = m["conversion"]
+    sizes["predicted peak"] = m["predicted_peak"]
+    sizes["metadata if wide"] = totals["metadata_wide"]
+    sizes["saved against wide"] = totals["saved"]
+    sizes["memory of the card"] = m["card"]
+    fits = {True: "yes", False: "NO", None: "?"}[m["fits"]]
+    return {**{name: human_bytes(count) for name, count in sizes.items()}, "fits": fits}
 
 
 def _groups(report: Report) -> list[list[Report]]:
@@ -123,8 +142,8 @@ def _layers(report: Report) -> object:
                 human_bytes(b["saved"]),
             )
         )
-    columns = ("layers", "format", "metadata", "H", "I here", "experts here", "group", "phase")
-    columns += ("source", "banks", "saved")
+    columns = ["layers", "format", "metadata", "H", "I here", "experts here", "group", "phase"]
+    columns += ["source", "banks", "saved"]
     return table("Layers (bytes of each)", columns, rows, _TEXT)
 
 

@@ -159,6 +159,6 @@ def _lacking(
 
 
 def limits(ranges: Sequence[RouteRange]) -> list[int]:
-    """The form that the operator takes: last token count of qpn_m1 and of qpn_grouped, 0 for off."""
+    """What the operator takes: last token count of qpn_m1 and of qpn_grouped, 0 for off."""
     last = {r.route: r.last or 0 for r in ranges}
     return [last.get(route, 0) for route in FAST_ROUTES]

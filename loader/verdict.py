@@ -150,10 +150,8 @@ def _value(role: Role, bits: int, scale_dtype: str) -> str:
 
 def _half(bits: int, dtype: str) -> str:
     word = bits & 0xFFFF
-    if dtype == "BF16":
-        value = _float(word << 16, "<I", "<f")
-    else:
-        value = _float(word, "<H", "<e")
+    is_bf16 = dtype == "BF16"
+    value = _float(word << 16, "<I", "<f") if is_bf16 else _float(word, "<H", "<e")
     return f"{value:g} (0x{word:04x})"
 
 

@@ -23,7 +23,8 @@ class Workspace:
         experts: int,
         device: torch.device,
     ) -> None:
-        self.scratch = memory.fresh((scratch_bytes // 4,), torch.float32, device)
+        # Zeroed so that its pages are there: what is counted as resident is resident.
+        self.scratch = memory.fresh((scratch_bytes // 4,), torch.float32, device).zero_()
         table = torch.full((experts,), -1, dtype=torch.int32)
         table[torch.tensor(expert_ids, dtype=torch.int64)] = torch.arange(
             len(expert_ids), dtype=torch.int32

@@ -67,8 +67,7 @@ def parse_entries(json_bytes: bytes, file: str) -> Entries:
         ends = np.fromiter(map(itemgetter(-1), entries), np.int64, count)
     except OverflowError:
         _refuse_entries(json_bytes, file)
-    negative = count > 0 and min(int(begins.min()), int(ends.min())) < 0
-    if negative or not all(map(_is_size, chain.from_iterable(kind[1:] for kind in distinct))):
+    if not all(map(_fits_u64, chain.from_iterable(kind[1:] for kind in distinct))):
         _refuse_entries(json_bytes, file)
     kind_ids = np.fromiter(map(distinct.__getitem__, kind_of), np.int64, count)
     return Entries(names, list(distinct), kind_ids, begins, ends)
@@ -89,8 +88,8 @@ def _entry(pairs: list[tuple[str, Any]]) -> tuple[Any, ...]:
     return _Pairs(pairs)
 
 
-def _is_size(number: int) -> bool:
-    return 0 <= number < 1 << 64
+def _fits_u64(number: int) -> bool:
+    return number < 1 << 64
 
 
 def _all_of(kind: type, values: Iterable[Any]) -> bool:
@@ -98,8 +97,8 @@ def _all_of(kind: type, values: Iterable[Any]) -> bool:
 
 
 def _loads(json_bytes: bytes, hook: Callable[[list[tuple[str, Any]]], Any], file: str) -> Any:
-    # JSON has a negative zero, Python's int has none, and safetensors refuses it. As a float it is
-    # refused by the type check, which can name the tensor.
+    # JSON has a negative zero, Python's int has none, and safetensors refuses it. As floats all
+    # negative numbers are refused by the type checks, which can name the tensor: no int is below 0.
     negative = re.search(rb"[\s,:\[]-", json_bytes) is not None
     try:
         text = json_bytes.decode("utf-8")
@@ -176,10 +175,10 @@ def _fault(entry: Any) -> tuple[str, str, str] | None:
     dtype, shape, offsets = (fields[key] for key in _KEYS)
     if type(dtype) is not str:
         return "dtype has the wrong type", "a string", _described(dtype)
-    if type(shape) is not list or not all(type(n) is int and _is_size(n) for n in shape):
+    if type(shape) is not list or not all(type(n) is int and _fits_u64(n) for n in shape):
         return "shape has the wrong type", "integers from 0 to 2^64 - 1", _described(shape)
     two = type(offsets) is list and len(offsets) == 2
-    if not two or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
+    if not two or not all(type(n) is int and n < 1 << 63 for n in offsets):
         return "data_offsets have the wrong type", "two integers, 0 or more", _described(offsets)
     return None
 

@@ -95,7 +95,10 @@ class Unhandled:
 class Dialect(Protocol):
     """What one writing tool says of each module; built once from the configs of a checkpoint."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The tool's name as it is shown."""
+        ...
 
     def scheme(self, module: str) -> Scheme | Unhandled:
         """How ``module`` is written where it is quantized."""

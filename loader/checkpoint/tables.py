@@ -166,7 +166,7 @@ class TableReader:
         }
 
     def _one_shape(self, row: int) -> tuple[int, ...]:
-        shape = self.catalog.shapes[self.catalog.shape_id[row]]
+        shape: tuple[int, ...] = self.catalog.shapes[self.catalog.shape_id[row]]
         return shape[1:] if self.fused else shape
 
     def _table(

@@ -5,7 +5,7 @@ bounds of DESIGN section 8 hold.
 """
 
 BLOCK_BYTES = 1 << 20
-"""Source bytes that the reference converter takes at a time; its temporaries are a few times that."""
+"""Source bytes that the reference converter takes at a time."""
 
 TEMPORARY_BYTES = 12 * BLOCK_BYTES
 """Upper bound of the reference converter's temporaries at any moment, for the plan's peak."""

@@ -26,7 +26,7 @@ from loader.checkpoint.scheme import Role
 from loader.reference import BLOCK_BYTES
 from loader.reference.findings import Kind, first_bad, table
 
-# Nibble that holds column 8 j + m of an AWQ word; the tools list the reverse (0, 2, 4, 6, 1, 3, 5, 7).
+# Nibble that holds column 8 j + m of an AWQ word: the reverse of the tools' 0, 2, 4, 6, 1, 3, 5, 7.
 _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 _FP16_SMALLEST_NORMAL = 2.0**-14
 
@@ -102,7 +102,7 @@ def write(
 def _blocks(
     chunk: torch.Tensor, piece: _Descriptor, used: int, dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Runs of source rows as typed tensors ``(rows, columns)``, with the index of their first row."""
+    """Runs of source rows as typed tensors ``(rows, columns)``, each with its first row's index."""
     each = max(BLOCK_BYTES // piece.row_bytes // TILE, 1) * TILE
     for first in range(0, piece.rows, each):
         rows = min(each, piece.rows - first)
@@ -354,12 +354,12 @@ def _finish_int4(subject: int, bank: BankSpec, one: Tensors, checks_fp16: bool) 
 
 
 def fp16_bias(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """fp16(-z * scale) for fp16 scales: the fp32 product of 4 and 11 bits is exact, rounded once."""
+    """fp16(-z * scale) of fp16 scales: the fp32 product of 4 and 11 bits is exact, rounded once."""
     return ((0 - zero.float()) * scale.float()).half()
 
 
 def _scale_and_zero(bank: BankSpec, one: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales as fp16 and zero points as uint8, both ``(groups, Np)``, before ``wide`` has a bias."""
+    """Scales fp16 and zero points uint8, both ``(groups, Np)``, before ``wide`` has its bias."""
     if bank.layout == "compact":
         packed = one["zeros"]
         zero = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)

@@ -85,7 +85,7 @@ def _by_expert(
 ) -> None:
     """Rows compacted by active expert; the sum is taken in router order afterwards."""
     results = x.new_zeros((*slots.shape, x.shape[1]))
-    for slot in slots[slots >= 0].unique().tolist():
+    for slot in torch.unique(slots[slots >= 0]).tolist():
         token, position = (slots == slot).nonzero(as_tuple=True)
         results[token, position] = _expert(x[token], layer, banks, slot, product)
     total = torch.zeros(x.shape, dtype=torch.float32)
@@ -144,7 +144,7 @@ def group_product(
 
 
 def legacy_product(scratch: torch.Tensor) -> Product:
-    """Dequantize tiles into ``scratch`` and multiply; ``scratch`` bounds what is unpacked at once."""
+    """Dequantize tiles into ``scratch``, which bounds what is unpacked at once, and multiply."""
 
     def product(
         x: torch.Tensor, layer: LayerSpec, bank: BankSpec, tensors: Tensors, slot: int
@@ -170,5 +170,7 @@ def scratch_bytes(layers: Sequence[LayerSpec]) -> int:
     for layer in layers:
         for bank in layer.banks:
             tile = TILE * bank.k * 4
-            most = max(most, tile, min(LEGACY_SCRATCH_BYTES // tile * tile, bank.n_padded * bank.k * 4))
+            most = max(
+                most, tile, min(LEGACY_SCRATCH_BYTES // tile * tile, bank.n_padded * bank.k * 4)
+            )
     return most

@@ -216,6 +216,7 @@ def test_short_file_names_the_first_tensor_beyond_the_end() -> None:
         (struct.pack("<Q", 0) + b"{}", 10, "begin with '{'"),
         (struct.pack("<Q", 2**64 - 1), 1 << 40, "not believable"),
         (struct.pack("<Q", MAX_JSON_BYTES + 1) + b"{", 1 << 40, "not believable"),
+        (b"\xff\xfe" * 4 + b"binary, with letters in it", 1 << 20, "not believable"),
         (struct.pack("<Q", 640) + b"{", 300, "cut short inside its header"),
         (struct.pack("<Q", 640), 300, "cut short inside its header"),
         (struct.pack("<Q", 0x0280) + b"{", 648 - 1, "expected 648 bytes"),

@@ -157,6 +157,9 @@ def test_without_an_index(tmp_path: Path, present: list[str], chosen: list[str])
         ),
         (["model-1-of-1.safetensors", "model-1-of-2.safetensors"], "model-1-of-1", "not one split"),
         (["model-1-of-2.safetensors", "model-01-of-2.safetensors"], "model-01", "not one split"),
+        (["model-1-of-2.safetensors", "model-2-of-3.safetensors"], "model-2-of-3", "not one split"),
+        (["model-0-of-3.safetensors", "model-2-of-3.safetensors"], "model-1-of-3", "1 missing"),
+        ([f"model-{i}-of-2.safetensors" for i in range(3)], "model-2-of-2", "beyond"),
         (["model-a-of-b.safetensors"], "model-a-of-b", "not one split"),
         (["model-1-of-2.safetensors", "model-3-of-2.safetensors"], "model-3-of-2", "beyond"),
         (["pytorch_model-1.bin", "pytorch_model.bin.index.json"], "pytorch_model-1.bin", "pickles"),
@@ -202,7 +205,6 @@ def test_pickles_beside_safetensors_are_not_opened(model: Path) -> None:
         b'{"weight_map":{"\\ud800":"b.safetensors"}}',
         b'{"total":NaN,"weight_map":{"a":"b.safetensors"}}',
         b'\xef\xbb\xbf{"weight_map":{"a":"b.safetensors"}}',
-        b'{"weight_map":{"a":"pytorch_model-1.bin"}}',
         b"[" * 100_000,
         b'{"n":' + b"1" * 5000 + b"}",
     ],
@@ -212,6 +214,13 @@ def test_broken_index(model: Path, text: bytes) -> None:
     error = refused(model)
     assert not isinstance(error, MissingFileError)
     assert len(str(error)) < 1000
+
+
+def test_index_may_not_name_pickles(model: Path) -> None:
+    (model / "weights.bin").write_bytes(shard_bytes(["a"]))
+    write_index(model, {"a": "weights.bin"})
+    error = refused(model)
+    assert "no safetensors" in error.what and "never opened" in str(error.expected)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ def test_load_json(load: Callable[..., dict[str, Any]]) -> None:
     assert caught.value.file == "config.json"
     with pytest.raises(CheckpointError, match="LFS pointer for 12 bytes"):
         load(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
+    for half in (b'{"a":["\\ud800"]}', b'{"\\udc00":1}'):
+        with pytest.raises(CheckpointError, match="surrogates"):
+            load(half)
     with pytest.raises(CheckpointError, match="found list"):
         load(b"[]")
     with pytest.raises(CheckpointError, match="nested too deeply"):

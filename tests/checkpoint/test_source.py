@@ -111,21 +111,21 @@ def test_a_failed_read_is_our_error(source: LocalSource, monkeypatch: pytest.Mon
 
 # --- names and links -------------------------------------------------------------------------
 
-UNSAFE = [
-    "",
-    "../x/model.safetensors",
-    "a/../../x",
-    "a/..",
-    "..",
-    "/etc/passwd",
-    "a\0b",
-    "./f0",
-    "part//f0",
-    "part/",
-    ".",
-    "a\nb",
-    "\ud800",
-]
+UNSAFE = {
+    "": "empty",
+    "../x/model.safetensors": "leaves the folder",
+    "a/../../x": "leaves the folder",
+    "a/..": "leaves the folder",
+    "..": "leaves the folder",
+    "/etc/passwd": "absolute",
+    "a\0b": "NUL",
+    "./f0": "plain form",
+    "part//f0": "plain form",
+    "part/": "plain form",
+    ".": "plain form",
+    "a\nb": "cannot be printed",
+    "\ud800": "cannot be printed",
+}
 
 
 @pytest.mark.parametrize("name", UNSAFE)
@@ -137,6 +137,7 @@ def test_unsafe_names_are_refused_before_any_open(
     for use in (check_name, source.size, source.descriptor):
         with pytest.raises(CheckpointError, match="unsafe file name") as caught:
             use(name)
+        assert UNSAFE[name] in caught.value.what
         str(caught.value).encode()  # can be printed
         assert "\n" not in str(caught.value)
     assert opened == []

@@ -227,6 +227,20 @@ def test_a_resized_file_is_refused(source: LocalSource, folder: Path, size: int)
         assert f"size {size}" in str(caught.value.found)
 
 
+def test_a_file_cut_during_the_read_is_not_called_short(
+    source: LocalSource, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def racing(descriptor: int, views: list[memoryview], offset: int) -> int:
+        os.truncate(folder / "f0", 10)
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(source_module.os, "preadv", racing)
+    with pytest.raises(CheckpointError, match="changed while loading"):
+        read_bytes(source, "f0", 500, 5)
+
+
 def test_a_file_written_during_the_read_is_refused(
     source: LocalSource, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,218 @@
+"""Command line: ``qpn inspect | plan | load | verify | bench SOURCE``.
+
+Exit code 0 on success, 2 on a wrong call, 1 on a refused or failed load with one clear line on
+stderr; ``--debug`` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from loader.bench import bench_dict, bench_steps, bench_text
+from loader.errors import LoaderError
+from loader.experts import LoadedExperts
+from loader.inspect import inspect, inspect_text
+from loader.pipeline import load
+from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan
+from loader.policy import LAYOUTS, ROUNDINGS, SWITCHES, Policy
+from loader.progress import ProgressBar
+from loader.render import plan_text
+from loader.report import write_json
+from loader.shard import Shard
+from loader.verify import verify
+
+_SUFFIXES = {"k": 10, "m": 20, "g": 30, "t": 40}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def size(text: str) -> int:
+    """Bytes from ``64MiB``, ``1.5g`` or ``67108864``; binary units."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    shift = _SUFFIXES.get(number[-1:], 0)
+    try:
+        value = float(number[:-1] if shift else number)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1 << 50:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 64MiB")
+    return int(value * (1 << shift))
+
+
+def layer_list(text: str) -> list[int]:
+    """Layer indices from ``0-3,7``."""
+    layers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 0-3,7")
+        layers += range(int(first), int(last or first) + 1)
+    return layers
+
+
+def token_list(text: str) -> list[int]:
+    """Token counts from ``1,8,64``."""
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token counts such as 1,8,64")
+    return [int(part) for part in text.split(",")]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser("qpn", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    helps = {
+        "inspect": "show what is in a checkpoint, from headers",
+        "plan": "show what each card will hold, from headers",
+        "load": "load, and report what was held and how fast",
+        "verify": "load, then check the banks against the checkpoint in fp64",
+        "bench": "load, then time forward steps",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("source", metavar="SOURCE", help="checkpoint folder")
+        command.add_argument("--json", metavar="FILE", help="also write the result as JSON")
+        command.add_argument("--debug", action="store_true", help="show tracebacks and more log")
+        if name != "inspect":
+            _add_load_options(command)
+        if name == "verify":
+            command.add_argument("--samples", type=int, default=1152, help="columns to compare")
+            command.add_argument("--seed", type=int, default=0, help="seed of the draw")
+        if name == "bench":
+            command.add_argument("--tokens", type=token_list, default=[1, 2, 8, 64])
+            command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="activations")
+    return parser
+
+
+def _add_load_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", default="cpu", help="cpu or cuda:N")
+    command.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    command.add_argument("--ep", type=int, default=1, help="expert parallel size")
+    command.add_argument("--rank", type=int, help="TP rank (plan: all ranks where left out)")
+    command.add_argument("--ep-rank", type=int, help="EP rank (plan: all ranks where left out)")
+    command.add_argument("--layers", type=layer_list, help="layers, such as 0-3,7")
+    command.add_argument("--staging", type=size, default=DEFAULT_STAGING_BYTES)
+    command.add_argument("--card-memory", type=size, help="budget of a card, such as 32GiB")
+    for switch in ("qpn-m1", "qpn-grouped", "compact-metadata"):
+        command.add_argument(f"--{switch}", choices=SWITCHES, default="auto")
+    command.add_argument("--layout", choices=LAYOUTS, help="metadata layout by name")
+    command.add_argument("--awq-rounding", choices=ROUNDINGS, default="exact")
+    command.add_argument("--grouped-max-tokens", type=int)
+    command.add_argument("--nonfinite", choices=("error", "warn"), default="error")
+
+
+def _policy(options: argparse.Namespace) -> Policy:
+    return Policy(
+        qpn_m1=options.qpn_m1,
+        qpn_grouped=options.qpn_grouped,
+        compact_metadata=options.compact_metadata,
+        layout=options.layout,
+        awq_rounding=options.awq_rounding,
+        grouped_max_tokens=options.grouped_max_tokens,
+        nonfinite=options.nonfinite,
+    )
+
+
+def _run_inspect(options: argparse.Namespace) -> tuple[str, Any, int]:
+    facts = inspect(options.source)
+    return inspect_text(facts), facts, 0
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    ranks = range(options.tp) if options.rank is None else [options.rank]
+    ep_ranks = range(options.ep) if options.ep_rank is None else [options.ep_rank]
+    return [
+        plan(
+            options.source,
+            Shard(tp_rank=rank, tp_size=options.tp, ep_rank=ep_rank, ep_size=options.ep),
+            _policy(options),
+            options.layers,
+            device=options.device,
+            staging_bytes=options.staging,
+            card_memory=options.card_memory,
+        )
+        for ep_rank, rank in product(ep_ranks, ranks)
+    ]
+
+
+def _run_plan(options: argparse.Namespace) -> tuple[str, Any, int]:
+    plans = _plans(options)
+    reports = [one.to_dict() for one in plans]
+    result = reports[0] if len(reports) == 1 else {"schema": 1, "cards": reports}
+    return plan_text(reports), result, 0
+
+
+def _load(options: argparse.Namespace) -> LoadedExperts:
+    shard = Shard(
+        tp_rank=options.rank or 0,
+        tp_size=options.tp,
+        ep_rank=options.ep_rank or 0,
+        ep_size=options.ep,
+    )
+    with ProgressBar() as bar:
+        return load(
+            options.source,
+            options.device,
+            shard,
+            _policy(options),
+            options.layers,
+            options.staging,
+            [bar],
+            card_memory=options.card_memory,
+        )
+
+
+def _run_load(options: argparse.Namespace) -> tuple[str, Any, int]:
+    report = _load(options).report
+    return str(report), report.to_dict(), 0
+
+
+def _run_verify(options: argparse.Namespace) -> tuple[str, Any, int]:
+    experts = _load(options)
+    checked = verify(experts, options.source, options.samples, options.seed)
+    return f"{experts.report.memory_line()}\n{checked}", checked.to_dict(), int(not checked.ok)
+
+
+def _run_bench(options: argparse.Namespace) -> tuple[str, Any, int]:
+    experts = _load(options)
+    top_k = experts.report.planned["top_k"]
+    steps = bench_steps(experts, options.tokens, top_k, _DTYPES[options.dtype])
+    text = f"{experts.report}\n\n{bench_text(steps)}"
+    return text, {**experts.report.to_dict(), "steps": bench_dict(steps)}, 0
+
+
+_COMMANDS = {
+    "inspect": _run_inspect,
+    "plan": _run_plan,
+    "load": _run_load,
+    "verify": _run_verify,
+    "bench": _run_bench,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = build_parser().parse_args(arguments)
+    level = logging.DEBUG if options.debug else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        text, result, code = _COMMANDS[options.command](options)
+        print(text)
+        if options.json:
+            write_json(result, options.json)
+    except (LoaderError, OSError) as error:
+        if options.debug:
+            raise
+        print(f"qpn: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""In place: banks from the checkpoint-format parameters that a module already holds.
+
+The parameters are read as fused experts (experts on axis 0, gate before up) under the same tables,
+pieces, converter and lifecycle as a checkpoint; each parameter is one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from loader import memory
+from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
+from loader.errors import LifecycleError, LoaderError, clear_frames
+from loader.experts import LayerFacts, PreparedExperts
+from loader.lifecycle import Lifecycle, Observer
+from loader.native import implementation_for
+from loader.parameters import Parameters, read_parameters
+from loader.pieces import build_pieces, descriptors_of
+from loader.plan import layer_spec
+from loader.policy import Policy, ResolvedPolicy
+from loader.reference.routes import scratch_bytes
+from loader.route import decide, require_implementation
+from loader.shard import Shard
+from loader.verdict import Judge
+from loader.workspace import Workspace
+
+_LOG = logging.getLogger(__name__)
+
+SUBMODULE = "experts"
+
+
+def prepare_module(
+    module: torch.nn.Module,
+    *,
+    quantization: Mapping[str, Any],
+    layer: int = 0,
+    shard: Shard | None = None,
+    policy: Policy | None = None,
+    observers: Iterable[Observer] = (),
+    num_experts: int | None = None,
+    workspace: Workspace | None = None,
+    empty_cache: bool = True,
+) -> PreparedExperts:
+    """Convert the expert parameters of ``module`` and add the result as its submodule ``experts``.
+
+    ``module`` holds ``w13_*`` and ``w2_*`` parameters or buffers in checkpoint format, experts of
+    this card on axis 0, gate before up (DESIGN section 9). ``quantization`` is the checkpoint's own
+    ``quantization_config``. ``shard`` gives the phase of W2 and, with ``num_experts`` (all experts
+    of the layer; default: those on the module times ``ep_size``), the global ids. ``workspace`` is
+    that of an earlier call, to share one for all layers. ``empty_cache`` returns the sources'
+    memory to the system or driver.
+
+    A failure leaves the source parameters untouched; success removes them. An observer that raises
+    at ``released`` or ``ready`` is reported, but the module stays prepared: the sources are gone.
+    """
+    if SUBMODULE in module._modules:
+        raise LifecycleError(
+            "the module is prepared already",
+            layer=layer,
+            expected="a module that holds checkpoint-format parameters",
+            found=f"a submodule {SUBMODULE!r}",
+        )
+    resolved = (policy or Policy()).resolve()
+    found = read_parameters(module, quantization, layer, shard or Shard())
+    facts = _decide(found, layer, shard or Shard(), resolved, num_experts)
+    work = _InPlace(module, found, facts, observers, empty_cache)
+    del found
+    try:
+        return work.run(workspace)
+    except BaseException as error:
+        work.abandon()
+        clear_frames(error)
+        memory.return_to_system()
+        raise
+
+
+def _decide(
+    found: Parameters,
+    layer: int,
+    shard: Shard,
+    policy: ResolvedPolicy,
+    num_experts: int | None,
+) -> LayerFacts:
+    """Everything that can be refused before anything is allocated."""
+    implementation = require_implementation(found.device, implementation_for(found.device))
+    local = len(found.part.expert_ids)
+    experts = num_experts or local * shard.ep_size
+    ids = shard.experts_of(experts)
+    if len(ids) != local:
+        raise LoaderError(
+            "the module does not hold the experts of this shard",
+            layer=layer,
+            expected=f"{len(ids)} experts on axis 0, of {experts} in all",
+            found=local,
+        )
+    spec, _ = layer_spec(found.source, found.part, policy, found.phase)
+    return LayerFacts(
+        layer=layer,
+        format=found.source.scheme.format,
+        spec=spec,
+        expert_ids=ids,
+        experts=experts,
+        shard=shard,
+        policy=policy,
+        routes=decide(layer, spec, implementation, policy, found.source.reason),
+    )
+
+
+class _InPlace:
+    """State of one running conversion: everything it allocated, so that a failure can drop it."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        found: Parameters,
+        facts: LayerFacts,
+        observers: Iterable[Observer],
+        empty_cache: bool,
+    ) -> None:
+        self.module = module
+        self.found: Parameters | None = found
+        self.facts = facts
+        self.empty_cache = empty_cache
+        self.lifecycle = Lifecycle([facts.layer], observers)
+        self.cache: ConversionCache | None = None
+        self.prepared: PreparedExperts | None = None
+        self.nbytes = facts.spec.nbytes()
+
+    def run(self, workspace: Workspace | None) -> PreparedExperts:
+        """Convert, take the sources off the module, release, add the result."""
+        facts, layer = self.facts, self.facts.layer
+        assert self.found is not None
+        device = self.found.device
+        self.lifecycle.enter(layer, "planned")
+        try:
+            if workspace is None:
+                workspace = Workspace(
+                    scratch_bytes([facts.spec]), facts.expert_ids, facts.experts, device
+                )
+            banks = LayerBanks.allocate(facts.spec, device, self.found.zero_point)
+            self.cache = ConversionCache(facts.spec, device)
+        except LoaderError as error:
+            raise error.at(layer=layer) from error
+        self.lifecycle.enter(layer, "reading")
+        self._convert(LayerConverter(banks, self.cache))
+        self.prepared = PreparedExperts(facts, banks.tensors, workspace)
+        self.lifecycle.enter(layer, "prepared", self.nbytes)
+        self._take_sources()
+        self.module.add_module(SUBMODULE, self.prepared)
+        freed = self.cache.release()
+        if self.empty_cache and device.type != "cpu":
+            torch.accelerator.empty_cache()
+        self.lifecycle.enter(layer, "released", freed)
+        self.lifecycle.enter(layer, "ready", self.nbytes)
+        return self.prepared
+
+    def _convert(self, converter: LayerConverter) -> None:
+        found, layer = self.found, self.facts.layer
+        assert found is not None
+        files = found.names
+        judge = Judge(
+            found.source,
+            found.part,
+            self.facts.policy.policy.nonfinite == "warn",
+            lambda row: files[row],
+            lambda row: None,
+        )
+        pieces = build_pieces(found.source, found.places, found.part, self.facts.spec)
+        pieces["offset"] = pieces["begin"]
+        consumed = 0
+        for number, tensor in enumerate(found.tensors):
+            own = pieces[pieces["file"] == number]
+            if not len(own):
+                continue
+            data = tensor.detach().view(torch.uint8).flatten()
+            descriptors = torch.from_numpy(descriptors_of(own))
+            findings = guarded(layer, partial(converter.write, data, descriptors))
+            for line in judge.after_write(findings, own):
+                _LOG.warning("kept under nonfinite='warn': %s", line)
+            consumed += data.numel()
+            del data
+            self.lifecycle.enter(layer, "reading", consumed)
+        self.lifecycle.enter(layer, "converting")
+        judge.after_finish(guarded(layer, converter.finish))
+
+    def _take_sources(self) -> None:
+        """Remove the source parameters; say so if something outside still holds their memory."""
+        found = self.found
+        assert found is not None
+        held = [(weakref.ref(tensor), tensor.nbytes) for tensor in found.tensors]
+        for name in found.names:
+            delattr(self.module, name)
+        self.found = None
+        del found
+        outside = sum(nbytes for alive, nbytes in held if alive() is not None)
+        if outside:
+            _LOG.warning(
+                "layer %d: %d bytes of source parameters are still held by a reference outside "
+                "the module, and stay allocated",
+                self.facts.layer,
+                outside,
+            )
+
+    def abandon(self) -> None:
+        """After a failure: the sources stay, everything that was made is dropped.
+
+        Once the sources are gone (an observer raised at ``released`` or later) the prepared
+        experts stay on the module instead: nothing is lost.
+        """
+        for error in self.lifecycle.fail():
+            _LOG.error("%s", error)
+        if self.cache is not None and not self.cache.released:
+            self.cache.discard()
+        self.found = self.prepared = self.cache = None

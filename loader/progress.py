@@ -1,0 +1,59 @@
+"""Progress: a bar by bytes, with layer and rate, as an observer; quiet where nobody looks."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+
+from loader.lifecycle import LayerEvent
+
+
+class ProgressBar:
+    """An observer that draws on stderr; a context manager. Draws nothing off a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("layer {task.fields[layer]:>3}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("load", total=0, layer="-")
+        self._total = 0
+        self._before = 0
+        self._layer = 0
+
+    def __call__(self, event: LayerEvent) -> None:
+        if event.state == "planned":
+            self._total += event.bytes
+            self._bar.update(self._task, total=self._total)
+        elif event.state == "reading":
+            self._layer = event.bytes
+            self._bar.update(self._task, completed=self._before + event.bytes, layer=event.layer)
+        elif event.state == "prepared":
+            self._before += self._layer
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
