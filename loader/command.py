@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from itertools import product
@@ -203,9 +204,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         text, result, code = _COMMANDS[options.command](options)
-        print(text)
+        print(text, flush=True)
         if options.json:
             write_json(result, options.json)
+    except BrokenPipeError:
+        # The reader of our output went away (`qpn plan | head`): not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (LoaderError, OSError) as error:
         if options.debug:
             raise

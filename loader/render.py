@@ -78,7 +78,7 @@ _CARDS_PER_TABLE = 8
 
 def _cards(reports: Sequence[Report]) -> list[object]:
     """Categories as rows, cards as columns, so that the numbers of one card stand together."""
-    tables = []
+    tables: list[object] = []
     for first in range(0, len(reports), _CARDS_PER_TABLE):
         shown = reports[first : first + _CARDS_PER_TABLE]
         columns = [_card_sizes(report) for report in shown]
