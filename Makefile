@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine with Python, make and a C++ compiler:
+#   make demo    set up, then run the main job on a shipped checkpoint
+#   make test    set up, then pass the tests
+PYTHON ?= python3
+VENV ?= .venv
+# The PyTorch build to install first; any 2.11 or newer will do.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+AWQ := fixtures/checkpoints/qwen3moe-awq-gemm-g128
+NVFP4 := fixtures/checkpoints/mixtral-ct08-nvfp4
+
+.PHONY: setup demo test lint bench-memory clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/qpn inspect $(AWQ)
+	$(BIN)/qpn plan $(AWQ) --tp 4
+	$(BIN)/qpn load $(AWQ)
+	$(BIN)/qpn verify $(AWQ)
+	$(BIN)/qpn load $(NVFP4)
+	$(BIN)/qpn verify $(NVFP4)
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -n auto
+
+bench-memory: setup
+	$(BIN)/python benchmarks/memory.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,178 @@
+// The C interface that loader/core.py calls. Raw pointers come with their capacities; nothing here
+// knows of Python or PyTorch, so one build serves every PyTorch.
+#include <string.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "moe.h"
+#include "tiles.h"
+#include "write.h"
+
+#define QPN_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kLayerNumbers = 21;  // LayerSpec.to_ints of loader/bank.py
+
+struct QpnError {
+    int64_t subject, offset, wanted, got, error;
+    char what[128];
+};
+
+bool read_layer(const int64_t* numbers, void* const* tensors, const int64_t* bytes, int64_t count,
+                float* cache, int64_t cache_bytes, qpn::Layer& layer) {
+    layer.fused_bias = numbers[0] != 0;
+    layer.cache = cache;
+    layer.cache_bytes = cache_bytes;
+    int64_t next = 0;
+    for (int b = 0; b < 2; ++b) {
+        qpn::Bank& bank = layer.bank[b];
+        memcpy(&bank, numbers + 1 + 10 * b, 10 * sizeof(int64_t));
+        memset(bank.tensor, 0, sizeof bank.tensor);
+        for (int t = 0; t < bank.tensors(); ++t, ++next) {
+            if (next >= count) return false;
+            bank.tensor[t] = static_cast<uint8_t*>(tensors[next]);
+            bank.bytes[t] = bytes[next];
+        }
+    }
+    return next == count;
+}
+
+const qpn::CodesKernels& kernels(int isa) {
+#ifdef QPN_X86
+    if (isa == 2) return qpn::kCodesAvx512;
+    if (isa == 1) return qpn::kCodesAvx2;
+#endif
+    return qpn::kCodesPortable;
+}
+
+int give(const qpn::Failure& failure, QpnError* error) {
+    if (failure.what.empty()) return 0;
+    error->subject = failure.subject;
+    error->offset = failure.offset;
+    error->wanted = failure.wanted;
+    error->got = failure.got;
+    error->error = failure.error;
+    strncpy(error->what, failure.what.c_str(), sizeof error->what - 1);
+    error->what[sizeof error->what - 1] = 0;
+    return failure.offset >= 0 ? 2 : 1;
+}
+
+int give_findings(const std::vector<qpn::Finding>& found, int64_t* rows, int64_t most, int64_t* count) {
+    *count = static_cast<int64_t>(found.size());
+    const int64_t fit = std::min(most, *count);
+    if (fit > 0) memcpy(rows, found.data(), static_cast<size_t>(fit) * sizeof(qpn::Finding));
+    return 0;
+}
+
+int fail(const char* what, QpnError* error) {
+    qpn::Failure failure;
+    failure.what = what;
+    return give(failure, error);
+}
+
+}  // namespace
+
+// The widest instruction set of this build that this machine runs: 0 portable, 1 AVX2, 2 AVX-512.
+QPN_API int qpn_isa(void) {
+#ifdef QPN_X86
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return 2;
+    if (avx2) return 1;
+#endif
+    return 0;
+}
+
+QPN_API const char* qpn_isa_name(int isa) { return kernels(isa).name; }
+
+// 0 on success, 1 for a refused call, 2 for a failed read; `error` says what.
+QPN_API int qpn_write(const uint8_t* memory, int file, int64_t bytes, const int64_t* descriptors,
+                      int64_t pieces, const int64_t* layer_numbers, void* const* tensors,
+                      const int64_t* tensor_bytes, int64_t tensor_count, float* cache,
+                      int64_t cache_bytes, int isa, int threads, uint8_t* buffers,
+                      int64_t buffer_bytes, int64_t* findings, int64_t most, int64_t* found,
+                      QpnError* error) {
+    qpn::Layer layer;
+    if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, cache, cache_bytes, layer))
+        return fail("the tensors are not those of the layer", error);
+    std::vector<qpn::Finding> rows;
+    const qpn::Source source{memory, file, bytes};
+    const auto* table = reinterpret_cast<const qpn::Descriptor*>(descriptors);
+    const qpn::Failure failure = qpn::write(source, table, pieces, layer, kernels(isa), threads,
+                                            buffers, buffer_bytes, rows);
+    give_findings(rows, findings, most, found);
+    return give(failure, error);
+}
+
+QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
+                       const int64_t* tensor_bytes, int64_t tensor_count, float* cache,
+                       int64_t cache_bytes, int threads, int64_t* findings, int64_t most,
+                       int64_t* found, QpnError* error) {
+    qpn::Layer layer;
+    if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, cache, cache_bytes, layer))
+        return fail("the tensors are not those of the layer", error);
+    std::vector<qpn::Finding> rows;
+    const qpn::Failure failure = qpn::finish(layer, threads, rows);
+    give_findings(rows, findings, most, found);
+    return give(failure, error);
+}
+
+QPN_API int qpn_layer_numbers(void) { return kLayerNumbers; }
+
+namespace {
+
+const qpn::TileKernels& tile_kernels(int isa) {
+#ifdef QPN_X86
+    if (isa == 2) return qpn::kTilesAvx512;
+    if (isa == 1) return qpn::kTilesAvx2;
+#endif
+    return qpn::kTilesPortable;
+}
+
+}  // namespace
+
+struct QpnMoe {
+    int64_t tokens, top_k, experts, dtype, weight_dtype, ids_are_64, scratch_bytes;
+    const void *x, *ids, *weights;
+    const int32_t* expert_map;
+    void* out;
+    uint8_t* scratch;
+};
+
+QPN_API int qpn_moe(const QpnMoe* step, const int64_t* layer_numbers, void* const* tensors,
+                    const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
+                    QpnError* error) {
+    qpn::Layer layer;
+    if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
+        return fail("the tensors are not those of the layer", error);
+    const qpn::MoeCall call{&layer,           step->tokens,       step->top_k,      step->experts,
+                            step->dtype,      step->weight_dtype, step->x,          step->ids,
+                            step->ids_are_64 != 0, step->weights, step->expert_map, step->out,
+                            step->scratch,    step->scratch_bytes};
+    const std::string wrong = qpn::moe(call, tile_kernels(isa), threads);
+    return wrong.empty() ? 0 : fail(wrong.c_str(), error);
+}
+
+// Scratch bytes of one step, or -1 where the numbers are not those of a layer.
+QPN_API int64_t qpn_moe_scratch(const int64_t* layer_numbers, int64_t tokens, int64_t top_k) {
+    qpn::Layer layer{};
+    for (int b = 0; b < 2; ++b) memcpy(&layer.bank[b], layer_numbers + 1 + 10 * b, 80);
+    return qpn::moe_scratch_bytes(layer, tokens, top_k);
+}
+
+// Weights of tiles [first, last) of one expert of one bank, fp32 (columns, K).
+QPN_API int qpn_dequantize(int bank, int64_t slot, int64_t first, int64_t last, float* out,
+                           int64_t out_floats, const int64_t* layer_numbers, void* const* tensors,
+                           const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
+                           QpnError* error) {
+    qpn::Layer layer;
+    if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
+        return fail("the tensors are not those of the layer", error);
+    const std::string wrong =
+        qpn::dequantize({&layer, bank, slot, first, last, out, out_floats}, tile_kernels(isa), threads);
+    return wrong.empty() ? 0 : fail(wrong.c_str(), error);
+}

@@ -1,0 +1,103 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace qpn {
+namespace {
+
+using Job = std::function<void(int64_t, int)>;
+
+struct Region {
+    const Job* job;
+    int64_t jobs;
+    int threads;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> joined{1};  // the caller is worker 0
+    std::atomic<int> running{0};
+
+    void work(int worker) {
+        for (int64_t n = next.fetch_add(1); n < jobs; n = next.fetch_add(1)) (*job)(n, worker);
+    }
+};
+
+class Pool {
+   public:
+    Pool() : owner_(getpid()) {}
+
+    bool is_ours() const { return owner_ == getpid(); }
+
+    bool run(int threads, int64_t jobs, const Job& job) {
+        std::unique_lock<std::mutex> one(region_mutex_, std::try_to_lock);
+        if (!one.owns_lock()) return false;
+        Region region;
+        region.job = &job;
+        region.jobs = jobs;
+        region.threads = threads;
+        {
+            std::lock_guard<std::mutex> hold(mutex_);
+            while (static_cast<int>(workers_.size()) < threads - 1)
+                workers_.emplace_back([this] { serve(); });
+            region_ = &region;
+            ++generation_;
+        }
+        wake_.notify_all();
+        region.work(0);
+        std::unique_lock<std::mutex> hold(mutex_);
+        region_ = nullptr;  // no worker joins from here on
+        done_.wait(hold, [&] { return region.running.load() == 0; });
+        return true;
+    }
+
+   private:
+    void serve() {
+        uint64_t seen = 0;
+        std::unique_lock<std::mutex> hold(mutex_);
+        for (;;) {
+            wake_.wait(hold, [&] { return generation_ != seen; });
+            seen = generation_;
+            Region* region = region_;
+            if (region == nullptr || region->joined.load() >= region->threads) continue;
+            const int worker = region->joined.fetch_add(1);
+            region->running.fetch_add(1);
+            hold.unlock();
+            region->work(worker);
+            hold.lock();
+            if (region->running.fetch_sub(1) == 1) done_.notify_all();
+        }
+    }
+
+    const pid_t owner_;
+    std::mutex region_mutex_, mutex_;
+    std::condition_variable wake_, done_;
+    std::vector<std::thread> workers_;
+    Region* region_ = nullptr;
+    uint64_t generation_ = 0;
+};
+
+// Never destroyed: its threads live as long as the process. A fork leaves a pool without threads,
+// so a child makes its own and lets the old one be.
+Pool& pool() {
+    static std::mutex mutex;
+    static Pool* current = nullptr;
+    std::lock_guard<std::mutex> hold(mutex);
+    if (current == nullptr || !current->is_ours()) current = new Pool();
+    return *current;
+}
+
+}  // namespace
+
+void parallel(int threads, int64_t jobs, const Job& job) {
+    threads = static_cast<int>(std::min<int64_t>(threads, jobs));
+    if (threads > 1 && pool().run(threads, jobs, job)) return;
+    for (int64_t n = 0; n < jobs; ++n) job(n, 0);
+}
+
+}  // namespace qpn

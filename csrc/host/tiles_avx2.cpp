@@ -1,0 +1,2 @@
+#define QPN_TILES kTilesAvx2
+#include "tiles_impl.h"

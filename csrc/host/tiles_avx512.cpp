@@ -1,0 +1,2 @@
+#define QPN_TILES kTilesAvx512
+#include "tiles_impl.h"

@@ -1,0 +1,2 @@
+#define QPN_TILES kTilesPortable
+#include "tiles_impl.h"

@@ -1,0 +1,336 @@
+"""Core: the native host library behind the operators, found beside the package.
+
+The library is plain C++ behind a C interface: it links no PyTorch and no Python, so that one build
+serves every PyTorch, and calls release the GIL. Where it was not built, ``CORE`` is None and the
+reference serves; that is said once, in the log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from loader.errors import CheckpointError
+from loader.reference.findings import FIELDS
+
+_LOG = logging.getLogger(__name__)
+_LIBRARY = "_core"
+_LAYER_NUMBERS = 21
+_FINDINGS_EACH = 2
+"""Most kinds of finding that one piece, or one expert of one bank, can have."""
+
+BUFFER_BYTES = 1 << 20
+"""Read buffer of each thread: small enough to stay in its cache until it is converted."""
+
+
+class DescriptorError(ValueError):
+    """A descriptor that does not fit its buffers; ``subject`` is its index."""
+
+    def __init__(self, subject: int, what: str) -> None:
+        super().__init__(f"descriptor {subject}: {what}")
+        self.subject = subject
+
+
+class ReadError(CheckpointError):
+    """A read that failed or came up short, inside a native call."""
+
+
+class _Error(ctypes.Structure):
+    _fields_ = [
+        ("subject", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("wanted", ctypes.c_int64),
+        ("got", ctypes.c_int64),
+        ("error", ctypes.c_int64),
+        ("what", ctypes.c_char * 128),
+    ]
+
+
+class _Moe(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "tokens",
+                "top_k",
+                "experts",
+                "dtype",
+                "weight_dtype",
+                "ids_are_64",
+                "scratch_bytes",
+            )
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "ids", "weights", "expert_map", "out", "scratch")
+        ),
+    ]
+
+
+_FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+
+
+class _Tensors:
+    """A list of tensors as arrays of addresses and byte counts."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ValueError("native code takes contiguous tensors")
+        count = len(tensors)
+        self.count = count
+        self.addresses = (ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors))
+        self.sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in tensors))
+
+
+class Core:
+    """The loaded library. ``threads`` is how many cores a call may use; ``isa`` which code."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.qpn_moe_scratch.restype = ctypes.c_int64
+        self._library.qpn_isa_name.restype = ctypes.c_char_p
+        self.best_isa = int(self._library.qpn_isa())
+        self.isa = self.best_isa
+        self.threads = usable_cores()
+        if self._library.qpn_layer_numbers() != _LAYER_NUMBERS:
+            raise OSError("the library was built for another version of the package")
+
+    def isa_name(self) -> str:
+        """The instruction set in use, as it is shown."""
+        return str(self._library.qpn_isa_name(self.isa).decode())
+
+    def write(
+        self,
+        chunk: torch.Tensor,
+        descriptors: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        cache: torch.Tensor,
+        spec: list[int],
+    ) -> torch.Tensor:
+        """``qpn::write`` from memory; see ``loader/reference/convert.py`` for the contract."""
+        source = (ctypes.c_void_p(chunk.data_ptr()), -1, chunk.nbytes)
+        return self._write(source, descriptors, banks, cache, None, spec)
+
+    def read(
+        self,
+        file: int,
+        file_bytes: int,
+        descriptors: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        cache: torch.Tensor,
+        buffers: torch.Tensor,
+        spec: list[int],
+    ) -> torch.Tensor:
+        """``qpn::read``: as ``write``, from a descriptor; ``offset`` counts from the file's start.
+
+        ``buffers`` uint8: one read buffer for each thread. Raises :class:`ReadError`.
+        """
+        return self._write((None, file, file_bytes), descriptors, banks, cache, buffers, spec)
+
+    def _write(
+        self,
+        source: tuple[ctypes.c_void_p | None, int, int],
+        descriptors: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        cache: torch.Tensor,
+        buffers: torch.Tensor | None,
+        spec: list[int],
+    ) -> torch.Tensor:
+        memory, file, nbytes = source
+        table = descriptors.contiguous()
+        threads = self.threads if buffers is None else min(self.threads, _buffers_in(buffers))
+        each = 0 if buffers is None else buffers.nbytes // threads // 64 * 64
+        tensors = _Tensors(banks)
+
+        def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
+            return int(
+                self._library.qpn_write(
+                    memory,
+                    ctypes.c_int(file),
+                    ctypes.c_int64(nbytes),
+                    ctypes.c_void_p(table.data_ptr()),
+                    ctypes.c_int64(table.shape[0]),
+                    (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
+                    tensors.addresses,
+                    tensors.sizes,
+                    ctypes.c_int64(tensors.count),
+                    ctypes.c_void_p(cache.data_ptr()),
+                    ctypes.c_int64(cache.nbytes),
+                    ctypes.c_int(self.isa),
+                    ctypes.c_int(threads),
+                    ctypes.c_void_p(0 if buffers is None else buffers.data_ptr()),
+                    ctypes.c_int64(each),
+                    ctypes.c_void_p(findings.data_ptr()),
+                    ctypes.c_int64(findings.shape[0]),
+                    ctypes.byref(found),
+                    ctypes.byref(error),
+                )
+            )
+
+        return _checked(call, _FINDINGS_EACH * table.shape[0])
+
+    def finish(
+        self, banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]
+    ) -> torch.Tensor:
+        """``qpn::finish``; see ``loader/reference/convert.py`` for the contract."""
+        tensors = _Tensors(banks)
+
+        def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
+            return int(
+                self._library.qpn_finish(
+                    (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
+                    tensors.addresses,
+                    tensors.sizes,
+                    ctypes.c_int64(tensors.count),
+                    ctypes.c_void_p(cache.data_ptr()),
+                    ctypes.c_int64(cache.nbytes),
+                    ctypes.c_int(self.threads),
+                    ctypes.c_void_p(findings.data_ptr()),
+                    ctypes.c_int64(findings.shape[0]),
+                    ctypes.byref(found),
+                    ctypes.byref(error),
+                )
+            )
+
+        return _checked(call, _FINDINGS_EACH * 2 * banks[0].shape[0])
+
+    def moe(
+        self,
+        out: torch.Tensor,
+        scratch: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """One step of the fast routes; see ``loader/reference/routes.py`` for the contract.
+
+        ``x``, ``out``, ``topk_ids`` and ``topk_weights`` are contiguous. Raises ``ValueError``
+        where ``scratch`` is smaller than :meth:`moe_scratch_bytes`.
+        """
+        step = _Moe(
+            x.shape[0],
+            topk_ids.shape[1],
+            expert_map.numel(),
+            _FLOATS[x.dtype],
+            _FLOATS[topk_weights.dtype],
+            int(topk_ids.dtype == torch.int64),
+            scratch.nbytes,
+            x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            expert_map.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+        )
+        tensors, error = _Tensors(banks), _Error()
+        code = self._library.qpn_moe(
+            ctypes.byref(step),
+            (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
+            tensors.addresses,
+            tensors.sizes,
+            ctypes.c_int64(tensors.count),
+            ctypes.c_int(self.isa),
+            ctypes.c_int(self.threads),
+            ctypes.byref(error),
+        )
+        if code:
+            raise ValueError(error.what.decode())
+
+    def moe_scratch_bytes(self, spec: list[int], tokens: int, top_k: int) -> int:
+        """Scratch that :meth:`moe` needs for so many tokens."""
+        numbers = (ctypes.c_int64 * _LAYER_NUMBERS)(*spec)
+        return int(
+            self._library.qpn_moe_scratch(numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k))
+        )
+
+    def dequantize(
+        self,
+        out: torch.Tensor,
+        bank: int,
+        slot: int,
+        tiles: tuple[int, int],
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """Weights of tiles [first, last) of one expert into ``out`` fp32 (columns, K)."""
+        tensors, error = _Tensors(banks), _Error()
+        code = self._library.qpn_dequantize(
+            ctypes.c_int(bank),
+            ctypes.c_int64(slot),
+            ctypes.c_int64(tiles[0]),
+            ctypes.c_int64(tiles[1]),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int64(out.numel()),
+            (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
+            tensors.addresses,
+            tensors.sizes,
+            ctypes.c_int64(tensors.count),
+            ctypes.c_int(self.isa),
+            ctypes.c_int(self.threads),
+            ctypes.byref(error),
+        )
+        if code:
+            raise ValueError(error.what.decode())
+
+
+_Call = Callable[[torch.Tensor, ctypes.c_int64, _Error], int]
+_REFUSED, _FAILED_READ = 1, 2
+
+
+def _checked(call: _Call, room: int) -> torch.Tensor:
+    """Run a native call; its findings, or the error it names."""
+    findings = torch.empty((room, len(FIELDS)), dtype=torch.int64)
+    found, error = ctypes.c_int64(0), _Error()
+    code = call(findings, found, error)
+    what = error.what.decode()
+    if code == _FAILED_READ:
+        reason = f": {os.strerror(error.error)}" if error.error else ""
+        raise ReadError(
+            f"{what}{reason}",
+            expected=f"{error.wanted} bytes at offset {error.offset}",
+            found=f"{error.got} bytes",
+        )
+    if code == _REFUSED:
+        raise DescriptorError(int(error.subject), what) if error.subject >= 0 else ValueError(what)
+    return findings[: found.value].clone()
+
+
+def _buffers_in(buffers: torch.Tensor) -> int:
+    return max(buffers.nbytes // BUFFER_BYTES, 1)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def find_core() -> Core | None:
+    """Load the library from beside this file; None, with one line in the log, where it is not."""
+    here = Path(__file__).parent
+    for suffix in (*EXTENSION_SUFFIXES, ".so"):
+        path = here / f"{_LIBRARY}{suffix}"
+        if path.exists():
+            try:
+                return Core(path)
+            except OSError as error:
+                _LOG.warning("the native core cannot be used, the reference serves: %s", error)
+                return None
+    _LOG.warning(
+        "the native core was not built, the reference serves: expected %s", here / _LIBRARY
+    )
+    return None
+
+
+CORE = find_core()
