@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 AWQ := fixtures/checkpoints/qwen3moe-awq-gemm-g128
 NVFP4 := fixtures/checkpoints/mixtral-ct08-nvfp4
 
-.PHONY: setup demo test lint bench-memory clean
+.PHONY: setup demo test lint sanitize bench-memory bench-load bench-decode clean
 
 setup: $(READY)
 
@@ -36,8 +36,27 @@ lint: setup
 test: lint
 	$(BIN)/pytest -n auto
 
+# The native tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
+sanitize: setup
+	rm -rf build/sanitize
+	mkdir -p build/sanitize
+	cp -r loader build/sanitize/loader
+	rm -f build/sanitize/loader/_core*
+	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext \
+		--build-lib build/sanitize --build-temp build/sanitize/objects
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=build/sanitize $(BIN)/pytest tests/test_core.py tests/test_host.py \
+		-k "not allocates"
+
 bench-memory: setup
 	$(BIN)/python benchmarks/memory.py
+
+bench-load: setup
+	$(BIN)/python benchmarks/load.py
+
+bench-decode: setup
+	$(BIN)/python benchmarks/decode.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

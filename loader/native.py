@@ -1,16 +1,21 @@
-"""Operators: the three calls that implementations serve, and which implementation serves a device.
+"""Operators: the calls that implementations serve, and which implementation serves a device.
 
-Each schema is defined once, here. The reference registers for the CPU; native code registers
-over it where it was built. A device without an implementation is refused, never served by another.
+Each schema is defined once, here. On the CPU the native core serves where it was built, else the
+reference, which stays the oracle of all others (:func:`serving`). A device without an
+implementation is refused, never served by another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from loader.bank import LayerSpec
+from loader.core import CORE
+from loader.host import HostRoutes
 from loader.reference import TEMPORARY_BYTES, convert, routes
 from loader.reference.findings import FIELDS
 
@@ -19,14 +24,165 @@ _LIBRARY.define(
     "write(Tensor chunk, Tensor descriptors, Tensor(a!)[] banks, Tensor(b!) cache, int[] spec)"
     " -> Tensor"
 )
+_LIBRARY.define(
+    "read(int file, int file_bytes, Tensor descriptors, Tensor(a!)[] banks, Tensor(b!) cache, "
+    "Tensor(c!) buffers, int[] spec) -> Tensor"
+)
 _LIBRARY.define("finish(Tensor(a!)[] banks, Tensor(b!) cache, int[] spec) -> Tensor")
 _LIBRARY.define(
     "moe(Tensor(a!) out, Tensor(b!) scratch, Tensor x, Tensor topk_ids, Tensor topk_weights, "
     "Tensor expert_map, Tensor[] banks, int[] spec, int[] routes) -> ()"
 )
-_LIBRARY.impl("write", convert.write, "CPU")
-_LIBRARY.impl("finish", convert.finish, "CPU")
-_LIBRARY.impl("moe", routes.moe, "CPU")
+
+Write = Callable[
+    [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, list[int]], torch.Tensor
+]
+Finish = Callable[[Sequence[torch.Tensor], torch.Tensor, list[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Code that serves the operators on one kind of device.
+
+    ``dtypes`` are activation dtypes; ``routes`` what it can run; ``kinds`` and ``layouts`` the
+    banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
+    staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
+    ``threads`` buffers of ``buffer_bytes`` each. ``scratch_bytes(layers, tokens, top_k)`` is the
+    scratch that steps of up to so many tokens need.
+    """
+
+    name: str
+    device_type: str
+    dtypes: tuple[torch.dtype, ...]
+    routes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    layouts: tuple[str, ...]
+    group_multiple: int
+    temporary_bytes: int
+    write: Write
+    finish: Finish
+    moe: Callable[..., None]
+    scratch_bytes: Callable[[Sequence[LayerSpec], int, int], int]
+    read: Callable[..., torch.Tensor] | None = None
+    threads: int = 1
+    buffer_bytes: int = 0
+
+    @property
+    def reads_files(self) -> bool:
+        """True where ``read`` takes bytes from a local file itself."""
+        return self.read is not None
+
+
+REFERENCE = Implementation(
+    name="reference",
+    device_type="cpu",
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    routes=("qpn_m1", "qpn_grouped", "legacy"),
+    kinds=("int4", "e2m1"),
+    layouts=("compact", "record", "wide"),
+    group_multiple=16,
+    temporary_bytes=TEMPORARY_BYTES,
+    write=convert.write,
+    finish=convert.finish,
+    moe=routes.moe,
+    scratch_bytes=routes.scratch_bytes,
+)
+
+_NATIVE_TEMPORARY_BYTES = 8 << 20
+"""Job lists of a native call and the allocator's own slack."""
+
+
+def _host() -> Implementation | None:
+    if CORE is None:
+        return None
+    host = HostRoutes(CORE)
+    return Implementation(
+        name="host",
+        device_type="cpu",
+        dtypes=REFERENCE.dtypes,
+        routes=REFERENCE.routes,
+        kinds=REFERENCE.kinds,
+        layouts=REFERENCE.layouts,
+        group_multiple=REFERENCE.group_multiple,
+        temporary_bytes=_NATIVE_TEMPORARY_BYTES,
+        write=CORE.write,
+        finish=CORE.finish,
+        moe=host.moe,
+        scratch_bytes=host.scratch_bytes,
+        read=CORE.read,
+        threads=CORE.threads,
+        buffer_bytes=CORE.buffer_bytes,
+    )
+
+
+HOST = _host()
+_SERVING: dict[str, Implementation] = {"cpu": HOST or REFERENCE}
+
+
+def implementation_for(device: torch.device) -> Implementation | None:
+    """The implementation that serves a device, or None where nothing does."""
+    return _SERVING.get(device.type)
+
+
+@contextmanager
+def serving(implementation: Implementation) -> Iterator[None]:
+    """Serve a device by another implementation inside the block, such as the reference.
+
+    For comparisons and tests; plans and layers made inside keep the routes they were given.
+    """
+    before = _SERVING[implementation.device_type]
+    _SERVING[implementation.device_type] = implementation
+    try:
+        yield
+    finally:
+        _SERVING[implementation.device_type] = before
+
+
+def _write(
+    chunk: torch.Tensor,
+    descriptors: torch.Tensor,
+    banks: Sequence[torch.Tensor],
+    cache: torch.Tensor,
+    spec: list[int],
+) -> torch.Tensor:
+    return _SERVING["cpu"].write(chunk, descriptors, banks, cache, spec)
+
+
+def _read(
+    file: int,
+    file_bytes: int,
+    descriptors: torch.Tensor,
+    banks: Sequence[torch.Tensor],
+    cache: torch.Tensor,
+    buffers: torch.Tensor,
+    spec: list[int],
+) -> torch.Tensor:
+    serve = _SERVING["cpu"].read
+    if serve is None:
+        raise NotImplementedError("this implementation converts from memory only")
+    return serve(file, file_bytes, descriptors, banks, cache, buffers, spec)
+
+
+def _finish(banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]) -> torch.Tensor:
+    return _SERVING["cpu"].finish(banks, cache, spec)
+
+
+def _moe(
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor,
+    banks: Sequence[torch.Tensor],
+    spec: list[int],
+    routes: list[int],
+) -> None:
+    _SERVING["cpu"].moe(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
+
+
+for _name, _kernel in (("write", _write), ("read", _read), ("finish", _finish), ("moe", _moe)):
+    _LIBRARY.impl(_name, _kernel, "CPU")
 
 
 @torch.library.register_fake("qpn::write", lib=_LIBRARY)
@@ -38,6 +194,19 @@ def _fake_write(
     spec: list[int],
 ) -> torch.Tensor:
     return _unknown_findings(chunk)
+
+
+@torch.library.register_fake("qpn::read", lib=_LIBRARY)
+def _fake_read(
+    file: int,
+    file_bytes: int,
+    descriptors: torch.Tensor,
+    banks: Sequence[torch.Tensor],
+    cache: torch.Tensor,
+    buffers: torch.Tensor,
+    spec: list[int],
+) -> torch.Tensor:
+    return _unknown_findings(descriptors)
 
 
 @torch.library.register_fake("qpn::finish", lib=_LIBRARY)
@@ -68,43 +237,6 @@ def _unknown_findings(like: torch.Tensor) -> torch.Tensor:
 
 
 write = torch.ops.qpn.write
+read = torch.ops.qpn.read
 finish = torch.ops.qpn.finish
 moe = torch.ops.qpn.moe
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """Code that serves all three operators on one kind of device.
-
-    ``dtypes`` are activation dtypes; ``routes`` what it can run; ``kinds`` and ``layouts`` the
-    banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
-    staging ring and the conversion cache.
-    """
-
-    name: str
-    device_type: str
-    dtypes: tuple[torch.dtype, ...]
-    routes: tuple[str, ...]
-    kinds: tuple[str, ...]
-    layouts: tuple[str, ...]
-    group_multiple: int
-    temporary_bytes: int
-
-
-REFERENCE = Implementation(
-    name="reference",
-    device_type="cpu",
-    dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    routes=("qpn_m1", "qpn_grouped", "legacy"),
-    kinds=("int4", "e2m1"),
-    layouts=("compact", "record", "wide"),
-    group_multiple=16,
-    temporary_bytes=TEMPORARY_BYTES,
-)
-
-_BY_DEVICE = {REFERENCE.device_type: REFERENCE}
-
-
-def implementation_for(device: torch.device) -> Implementation | None:
-    """The implementation that serves a device, or None where nothing does."""
-    return _BY_DEVICE.get(device.type)

@@ -60,12 +60,14 @@ void scales(const Descriptor& piece, const uint8_t* source, const Layer& layer, 
         for (int64_t c = 0; c < piece.cols; ++c) {
             uint16_t bits = read<uint16_t>(row + c * 2);
             const bool broken = (bits & special) == special;
-            if (broken) nonfinite.hit(by_column ? c : r, by_column ? r : c, (int16_t)bits);
+            const int64_t group = by_column ? c : piece.dest_row + r;
+            const int64_t column = by_column ? piece.dest_row + r : c;
+            if (broken) nonfinite.hit(group, column, (int16_t)bits);
             if (checks || converts) {
                 const float value = scale_value(bits, bank.scale_dtype);
                 const uint16_t half = to_half(value);
                 if (checks && !broken && !(held_by_half(value) && from_half(half) == value))
-                    not_held.hit(by_column ? c : r, by_column ? r : c, (int16_t)bits);
+                    not_held.hit(group, column, (int16_t)bits);
                 if (converts) bits = half;
             }
             put_scale(bank, first + c * step, bits);
@@ -112,7 +114,7 @@ void block_scales(const Descriptor& piece, const uint8_t* source, const Layer& l
             uint8_t* line = dest + c * across;
             for (int64_t r = 0; r < rows; ++r) {
                 const uint8_t byte = at[r * piece.row_bytes];
-                if ((byte & 0x7fu) == 0x7fu) nonfinite.hit(c, r0 + r, byte);
+                if ((byte & 0x7fu) == 0x7fu) nonfinite.hit(c, piece.dest_row + r0 + r, byte);
                 line[r * step] = byte;
             }
         }
