@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from loader.experts import LoadedExperts, PreparedExperts
-from loader.table import render, table
+from loader.table import Table, render
 
 REPEATS = 5
 
@@ -72,7 +72,7 @@ def bench_text(steps: Sequence[Step]) -> str:
     """The steps as a table."""
     rows = [(s.tokens, s.route, s.implementation, f"{s.seconds * 1e3:.3f}") for s in steps]
     columns = ("tokens", "route", "code", "ms a layer")
-    return render(table(f"Steps, median of {REPEATS} rounds", columns, rows, ("route", "code")))
+    return render(Table(f"Steps, median of {REPEATS} rounds", columns, rows, ("route", "code")))
 
 
 def bench_dict(steps: Sequence[Step]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Command line: ``qpn inspect | plan | load | verify | bench SOURCE``.
 
-Exit code 0 on success, 2 on a wrong call, 1 on a refused or failed load with one clear line on
-stderr; ``--debug`` shows the traceback.
+Exit code 0 on success, 2 on a wrong call, 1 on a refused or failed load (with one clear line on
+stderr; ``--debug`` shows the traceback) or a difference that ``verify`` found.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +23,26 @@ from loader.errors import LoaderError
 from loader.experts import LoadedExperts
 from loader.inspect import inspect, inspect_text
 from loader.pipeline import load
-from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan
-from loader.policy import LAYOUTS, ROUNDINGS, SWITCHES, Policy
+from loader.plan import DEFAULT_STAGING_BYTES, plan_cards
+from loader.policy import LAYOUTS, NONFINITE, ROUNDINGS, SWITCHES, Policy
 from loader.progress import ProgressBar
-from loader.render import plan_text
+from loader.render import WIDTH, load_text, plan_text
 from loader.report import write_json
 from loader.shard import Shard
 from loader.verify import verify
 
 _SUFFIXES = {"k": 10, "m": 20, "g": 30, "t": 40}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_LEAST_WIDTH = 80
+
+_INTERRUPTED = 130
+"""Exit code of a command that was interrupted, as shells give it."""
+
+_MOST_LAYERS = 1 << 16
+"""Layers that a list on the command line may name: a slip must not fill the memory."""
+
+Result = tuple[str, Any, int]
+"""What a command shows, what it writes as JSON, and its exit code."""
 
 
 def size(text: str) -> int:
@@ -38,12 +50,19 @@ def size(text: str) -> int:
     number = text.strip().lower().removesuffix("b").removesuffix("i")
     shift = _SUFFIXES.get(number[-1:], 0)
     try:
-        value = float(number[:-1] if shift else number)
+        value = float(number[:-1] if shift else number) * (1 << shift)
     except ValueError:
         value = -1.0
-    if not 0 < value < 1 << 50:
+    if not 1 <= value < 1 << 60:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 64MiB")
-    return int(value * (1 << shift))
+    return int(value)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
 
 
 def layer_list(text: str) -> list[int]:
@@ -53,15 +72,16 @@ def layer_list(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 0-3,7")
-        layers += range(int(first), int(last or first) + 1)
+        run = range(int(first), int(last or first) + 1)
+        if not run or run[-1] >= _MOST_LAYERS:
+            raise argparse.ArgumentTypeError(f"{text!r} names layers that no model has")
+        layers += run
     return layers
 
 
 def token_list(text: str) -> list[int]:
     """Token counts from ``1,8,64``."""
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of token counts such as 1,8,64")
-    return [int(part) for part in text.split(",")]
+    return [count(part) for part in text.split(",")]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         if name != "inspect":
             _add_load_options(command)
         if name == "verify":
-            command.add_argument("--samples", type=int, default=1152, help="columns to compare")
+            command.add_argument("--samples", type=count, default=1152, help="columns to compare")
             command.add_argument("--seed", type=int, default=0, help="seed of the draw")
         if name == "bench":
             command.add_argument("--tokens", type=token_list, default=[1, 2, 8, 64])
@@ -93,19 +113,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_load_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="cpu", help="cpu or cuda:N")
-    command.add_argument("--tp", type=int, default=1, help="tensor parallel size")
-    command.add_argument("--ep", type=int, default=1, help="expert parallel size")
-    command.add_argument("--rank", type=int, help="TP rank (plan: all ranks where left out)")
-    command.add_argument("--ep-rank", type=int, help="EP rank (plan: all ranks where left out)")
+    command.add_argument("--tp", type=count, default=1, help="tensor parallel size")
+    command.add_argument("--ep", type=count, default=1, help="expert parallel size")
+    left_out = "where left out: 0, and all ranks for plan"
+    command.add_argument("--rank", type=int, help=f"TP rank ({left_out})")
+    command.add_argument("--ep-rank", type=int, help=f"EP rank ({left_out})")
     command.add_argument("--layers", type=layer_list, help="layers, such as 0-3,7")
-    command.add_argument("--staging", type=size, default=DEFAULT_STAGING_BYTES)
+    command.add_argument(
+        "--staging", type=size, default=DEFAULT_STAGING_BYTES, help="budget of the read buffers"
+    )
     command.add_argument("--card-memory", type=size, help="budget of a card, such as 32GiB")
     for switch in ("qpn-m1", "qpn-grouped", "compact-metadata"):
         command.add_argument(f"--{switch}", choices=SWITCHES, default="auto")
     command.add_argument("--layout", choices=LAYOUTS, help="metadata layout by name")
     command.add_argument("--awq-rounding", choices=ROUNDINGS, default="exact")
     command.add_argument("--grouped-max-tokens", type=int)
-    command.add_argument("--nonfinite", choices=("error", "warn"), default="error")
+    command.add_argument("--nonfinite", choices=NONFINITE, default="error")
 
 
 def _policy(options: argparse.Namespace) -> Policy:
@@ -120,42 +143,53 @@ def _policy(options: argparse.Namespace) -> Policy:
     )
 
 
-def _run_inspect(options: argparse.Namespace) -> tuple[str, Any, int]:
-    facts = inspect(options.source)
-    return inspect_text(facts), facts, 0
-
-
-def _plans(options: argparse.Namespace) -> list[Plan]:
-    ranks = range(options.tp) if options.rank is None else [options.rank]
-    ep_ranks = range(options.ep) if options.ep_rank is None else [options.ep_rank]
+def _shards(options: argparse.Namespace) -> list[Shard]:
+    """The card that is asked for; every card for ``plan`` where no rank is."""
+    every = options.command == "plan"
+    ranks = range(options.tp) if every and options.rank is None else [options.rank or 0]
+    ep_ranks = range(options.ep) if every and options.ep_rank is None else [options.ep_rank or 0]
     return [
-        plan(
-            options.source,
-            Shard(tp_rank=rank, tp_size=options.tp, ep_rank=ep_rank, ep_size=options.ep),
-            _policy(options),
-            options.layers,
-            device=options.device,
-            staging_bytes=options.staging,
-            card_memory=options.card_memory,
-        )
+        Shard(tp_rank=rank, tp_size=options.tp, ep_rank=ep_rank, ep_size=options.ep)
         for ep_rank, rank in product(ep_ranks, ranks)
     ]
 
 
-def _run_plan(options: argparse.Namespace) -> tuple[str, Any, int]:
-    plans = _plans(options)
+def _check_call(options: argparse.Namespace) -> None:
+    """Refuse what the call alone shows to be wrong, before a checkpoint is looked at."""
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise LoaderError("--json names a file in no folder", found=options.json)
+    if options.command != "inspect":
+        _policy(options)
+        _shards(options)
+
+
+def _width() -> int:
+    """Columns to draw in: the terminal's, and 120 where there is none."""
+    return max(shutil.get_terminal_size((WIDTH, 24)).columns, _LEAST_WIDTH)
+
+
+def _run_inspect(options: argparse.Namespace) -> Result:
+    facts = inspect(options.source)
+    return inspect_text(facts, _width()), facts, 0
+
+
+def _run_plan(options: argparse.Namespace) -> Result:
+    plans = plan_cards(
+        options.source,
+        _shards(options),
+        _policy(options),
+        options.layers,
+        device=options.device,
+        staging_bytes=options.staging,
+        card_memory=options.card_memory,
+    )
     reports = [one.to_dict() for one in plans]
     result = reports[0] if len(reports) == 1 else {"schema": 1, "cards": reports}
-    return plan_text(reports), result, 0
+    return plan_text(reports, _width()), result, 0
 
 
 def _load(options: argparse.Namespace) -> LoadedExperts:
-    shard = Shard(
-        tp_rank=options.rank or 0,
-        tp_size=options.tp,
-        ep_rank=options.ep_rank or 0,
-        ep_size=options.ep,
-    )
+    (shard,) = _shards(options)
     with ProgressBar() as bar:
         return load(
             options.source,
@@ -169,23 +203,23 @@ def _load(options: argparse.Namespace) -> LoadedExperts:
         )
 
 
-def _run_load(options: argparse.Namespace) -> tuple[str, Any, int]:
-    report = _load(options).report
-    return str(report), report.to_dict(), 0
+def _run_load(options: argparse.Namespace) -> Result:
+    report = _load(options).report.to_dict()
+    return load_text(report, _width()), report, 0
 
 
-def _run_verify(options: argparse.Namespace) -> tuple[str, Any, int]:
+def _run_verify(options: argparse.Namespace) -> Result:
     experts = _load(options)
     checked = verify(experts, options.source, options.samples, options.seed)
     return f"{experts.report.memory_line()}\n{checked}", checked.to_dict(), int(not checked.ok)
 
 
-def _run_bench(options: argparse.Namespace) -> tuple[str, Any, int]:
+def _run_bench(options: argparse.Namespace) -> Result:
     experts = _load(options)
-    top_k = experts.report.planned["top_k"]
-    steps = bench_steps(experts, options.tokens, top_k, _DTYPES[options.dtype])
-    text = f"{experts.report}\n\n{bench_text(steps)}"
-    return text, {**experts.report.to_dict(), "steps": bench_dict(steps)}, 0
+    report = experts.report.to_dict()
+    steps = bench_steps(experts, options.tokens, report["top_k"], _DTYPES[options.dtype])
+    text = f"{load_text(report, _width())}\n\n{bench_text(steps)}"
+    return text, {**report, "steps": bench_dict(steps)}, 0
 
 
 _COMMANDS = {
@@ -199,24 +233,41 @@ _COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        _check_call(options)
+    except LoaderError as error:
+        parser.error(str(error))
     level = logging.DEBUG if options.debug else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         text, result, code = _COMMANDS[options.command](options)
-        print(text, flush=True)
         if options.json:
             write_json(result, options.json)
+    except (Exception, KeyboardInterrupt) as error:
+        if options.debug:
+            raise
+        print(f"qpn: {_one_line(error)}", file=sys.stderr)
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    _show(text)
+    return code
+
+
+def _one_line(error: BaseException) -> str:
+    """The error in one line; one that is not ours says what it is."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (LoaderError, OSError)):
+        return text
+    return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
     except BrokenPipeError:
         # The reader of our output went away (`qpn plan | head`): not an error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (LoaderError, OSError) as error:
-        if options.debug:
-            raise
-        print(f"qpn: {error}", file=sys.stderr)
-        return 1
-    return code
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -99,13 +100,31 @@ class LayerConverter:
         )
         return findings
 
+    def read(
+        self, file: int, file_bytes: int, descriptors: torch.Tensor, buffers: torch.Tensor
+    ) -> torch.Tensor:
+        """Convert pieces of a local file; ``offset`` counts from its start. As :meth:`write`."""
+        findings: torch.Tensor = native.read(
+            file,
+            file_bytes,
+            descriptors,
+            self.banks.tensors,
+            self.cache.globals,
+            buffers,
+            self._spec,
+        )
+        return findings
+
     def finish(self) -> torch.Tensor:
         """Complete metadata that needed more than one tensor; returns findings int64 (n, 6)."""
         findings: torch.Tensor = native.finish(self.banks.tensors, self.cache.globals, self._spec)
         return findings
 
 
-def guarded(layer: int, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+_Result = TypeVar("_Result")
+
+
+def guarded(layer: int, call: Callable[[], _Result]) -> _Result:
     """Run a converter call; what is no error of this library becomes one, with its cause."""
     try:
         return call()

@@ -25,9 +25,6 @@ _LAYER_NUMBERS = 21
 _FINDINGS_EACH = 2
 """Most kinds of finding that one piece, or one expert of one bank, can have."""
 
-BUFFER_BYTES = 1 << 20
-"""Read buffer of each thread: small enough to stay in its cache until it is converted."""
-
 
 class DescriptorError(ValueError):
     """A descriptor that does not fit its buffers; ``subject`` is its index."""
@@ -99,6 +96,8 @@ class Core:
         self.best_isa = int(self._library.qpn_isa())
         self.isa = self.best_isa
         self.threads = usable_cores()
+        # Read buffer of each thread: small enough to stay in its cache until it is converted.
+        self.buffer_bytes = 1 << 20
         if self._library.qpn_layer_numbers() != _LAYER_NUMBERS:
             raise OSError("the library was built for another version of the package")
 
@@ -130,7 +129,7 @@ class Core:
     ) -> torch.Tensor:
         """``qpn::read``: as ``write``, from a descriptor; ``offset`` counts from the file's start.
 
-        ``buffers`` uint8: one read buffer for each thread. Raises :class:`ReadError`.
+        ``buffers`` uint8 (threads, bytes): a read buffer for each. Raises :class:`ReadError`.
         """
         return self._write((None, file, file_bytes), descriptors, banks, cache, buffers, spec)
 
@@ -145,8 +144,8 @@ class Core:
     ) -> torch.Tensor:
         memory, file, nbytes = source
         table = descriptors.contiguous()
-        threads = self.threads if buffers is None else min(self.threads, _buffers_in(buffers))
-        each = 0 if buffers is None else buffers.nbytes // threads // 64 * 64
+        threads = self.threads if buffers is None else min(self.threads, buffers.shape[0])
+        each = 0 if buffers is None else buffers.shape[1]
         tensors = _Tensors(banks)
 
         def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
@@ -303,10 +302,6 @@ def _checked(call: _Call, room: int) -> torch.Tensor:
     if code == _REFUSED:
         raise DescriptorError(int(error.subject), what) if error.subject >= 0 else ValueError(what)
     return findings[: found.value].clone()
-
-
-def _buffers_in(buffers: torch.Tensor) -> int:
-    return max(buffers.nbytes // BUFFER_BYTES, 1)
 
 
 def usable_cores() -> int:

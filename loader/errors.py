@@ -9,6 +9,9 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+_MOST_CHARACTERS = 1000
+"""Most characters of one fact in a message; the attribute of the error keeps all of it."""
+
 
 class LoaderError(Exception):
     """Base of every error this library raises.
@@ -49,7 +52,7 @@ class LoaderError(Exception):
 
     def _sentence(self) -> str:
         where = [
-            f"{label} {value}"
+            f"{label} {_one_line(value)}"
             for label, value in (
                 ("file", self.file),
                 ("layer", self.layer),
@@ -59,15 +62,24 @@ class LoaderError(Exception):
             if value is not None
         ]
         facts = [
-            f"{label} {value}"
+            f"{label} {_one_line(value)}"
             for label, value in (("expected", self.expected), ("found", self.found))
             if value is not None
         ]
         return "; ".join(
-            [self.what]
+            [_one_line(self.what)]
             + ([", ".join(where)] if where else [])
             + ([", ".join(facts)] if facts else [])
         )
+
+
+def _one_line(value: Any) -> str:
+    """A fact as a message carries it: names and causes are not ours, and may hold anything."""
+    text = str(value)
+    text = text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 class CheckpointError(LoaderError):
@@ -98,9 +110,12 @@ class LifecycleError(LoaderError):
     """A layer was used outside its lifecycle: an observer failed, a frozen decision was changed."""
 
 
-def clear_frames(error: BaseException) -> None:
-    """Drop the locals of all frames that an error and its causes hold: they keep no tensor."""
-    seen: set[int] = set()
+def clear_frames(error: BaseException, handled: BaseException | None = None) -> None:
+    """Drop the locals of all frames that an error and its causes hold: they keep no tensor.
+
+    ``handled`` is what was being handled before: the caller's own, and left alone.
+    """
+    seen = {id(handled)}
     pending: list[BaseException | None] = [error]
     while pending:
         one = pending.pop()

@@ -193,6 +193,8 @@ class PreparedExperts(torch.nn.Module):
                 f"{tuple(x.shape)} {x.dtype} on {x.device}",
                 f"{tuple(out.shape)} {out.dtype} on {out.device}",
             )
+        if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
+            self._refuse("out", "a place for every number", f"strides {out.stride()}")
         if torch.compiler.is_compiling():
             return
         if any(_overlap(out, tensor) for tensor in inputs):
@@ -273,6 +275,8 @@ class PreparedExperts(torch.nn.Module):
                     f"{prefix}{name}: expected {tuple(own.shape)} {own.dtype}, "
                     f"found {tuple(new.shape)} {new.dtype}"
                 )
+            elif new.is_meta or new.layout != torch.strided:
+                faults.append(f"{prefix}{name}: expected values, found {new.layout} {new.device}")
         if local_metadata.get("assign_to_params_buffers"):
             faults.append(f"{prefix}: assign=True would move the banks")
         known = {prefix + name for name in (*self._bank_names, "_extra_state")}
@@ -280,16 +284,19 @@ class PreparedExperts(torch.nn.Module):
         if faults:
             error_msgs.append("prepared experts refuse the state: " + "; ".join(faults))
             return
-        for name, own in zip(self._bank_names, self.banks(), strict=True):
-            own.copy_(incoming[name])  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, own in zip(self._bank_names, self.banks(), strict=True):
+                own.copy_(incoming[name])  # type: ignore[arg-type]
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> PreparedExperts:
-        """Dtype casts pass the banks by (they are bits, not numbers); device moves raise."""
-        for name, own in zip(self._bank_names, self.banks(), strict=True):
-            bits = own.view(_BIT_TYPES[own.dtype.itemsize])
-            moved = fn(bits)
+        """Banks are bits, not numbers, and stay where they are, in the order that kernels read.
+
+        Dtype casts, memory formats and copies pass them by; device moves raise.
+        """
+        for own in self.banks():
+            moved = fn(own.view(_BIT_TYPES[own.dtype.itemsize]))
             if moved.device != own.device:
                 raise LifecycleError(
                     "prepared experts do not move between devices",
@@ -297,8 +304,6 @@ class PreparedExperts(torch.nn.Module):
                     expected=f"another load with device={str(moved.device)!r}",
                     found=f"banks on {own.device}",
                 )
-            if moved.dtype == bits.dtype and moved.data_ptr() != bits.data_ptr():
-                self._buffers[name] = moved.view(own.dtype)
         return self
 
 

@@ -34,6 +34,9 @@ class HostRoutes:
         routes: list[int],
     ) -> None:
         """One MoE layer; see ``loader/reference/routes.py`` for the contract."""
+        if not topk_ids.numel():  # no token, or no expert for any: nothing to launch
+            out.zero_()
+            return
         layer = layer_spec_from_ints(spec)
         tokens = x.shape[0]
         if not (tokens <= routes[0] or 2 <= tokens <= routes[1]):

@@ -7,25 +7,26 @@ pieces, converter and lifecycle as a checkpoint; each parameter is one chunk.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from loader import memory
+from loader.checkpoint.model import USUAL_TOP_K
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
-from loader.errors import LifecycleError, LoaderError, clear_frames
+from loader.errors import LifecycleError, LoaderError
 from loader.experts import LayerFacts, PreparedExperts
+from loader.layer_plan import layer_spec
 from loader.lifecycle import Lifecycle, Observer
 from loader.native import implementation_for
 from loader.parameters import Parameters, read_parameters
-from loader.pieces import build_pieces, descriptors_of
-from loader.plan import layer_spec
+from loader.pieces import Slice, build_pieces, descriptors_of
 from loader.policy import Policy, ResolvedPolicy
-from loader.reference.routes import scratch_bytes
-from loader.route import decide, require_implementation
+from loader.reference.routes import least_scratch_bytes
+from loader.route import decide, fast_tokens, require_implementation
 from loader.shard import Shard
 from loader.verdict import Judge
 from loader.workspace import Workspace
@@ -59,25 +60,32 @@ def prepare_module(
     A failure leaves the source parameters untouched; success removes them. An observer that raises
     at ``released`` or ``ready`` is reported, but the module stays prepared: the sources are gone.
     """
-    if SUBMODULE in module._modules:
+    resolved = (policy or Policy()).resolve()
+    with memory.nothing_kept():
+        _check_name_is_free(module, layer)
+        found = read_parameters(module, quantization, layer, shard or Shard())
+        facts = _decide(found, layer, shard or Shard(), resolved, num_experts)
+        work = _InPlace(module, found, facts, observers, empty_cache)
+        del found
+        try:
+            return work.run(workspace)
+        except BaseException:
+            work.abandon()
+            raise
+
+
+def _check_name_is_free(module: torch.nn.Module, layer: int) -> None:
+    """Refuse a second call, and a module that uses the name of the submodule for something else."""
+    prepared = isinstance(module._modules.get(SUBMODULE), PreparedExperts)
+    if prepared or hasattr(module, SUBMODULE):
         raise LifecycleError(
-            "the module is prepared already",
+            "the module is prepared already"
+            if prepared
+            else f"the module has no room for a submodule named {SUBMODULE!r}",
             layer=layer,
             expected="a module that holds checkpoint-format parameters",
-            found=f"a submodule {SUBMODULE!r}",
+            found=f"an attribute {SUBMODULE!r}",
         )
-    resolved = (policy or Policy()).resolve()
-    found = read_parameters(module, quantization, layer, shard or Shard())
-    facts = _decide(found, layer, shard or Shard(), resolved, num_experts)
-    work = _InPlace(module, found, facts, observers, empty_cache)
-    del found
-    try:
-        return work.run(workspace)
-    except BaseException as error:
-        work.abandon()
-        clear_frames(error)
-        memory.return_to_system()
-        raise
 
 
 def _decide(
@@ -131,34 +139,44 @@ class _InPlace:
         self.cache: ConversionCache | None = None
         self.prepared: PreparedExperts | None = None
         self.nbytes = facts.spec.nbytes()
+        self.device = found.device
 
     def run(self, workspace: Workspace | None) -> PreparedExperts:
         """Convert, take the sources off the module, release, add the result."""
         facts, layer = self.facts, self.facts.layer
         assert self.found is not None
-        device = self.found.device
-        self.lifecycle.enter(layer, "planned")
-        try:
+        device = self.device
+        if workspace is not None:
+            least = least_scratch_bytes(facts.spec)
+            workspace.require(least, facts.expert_ids, facts.experts, layer)
+        self.lifecycle.enter(layer, "planned", self.found.read_bytes)
+        with memory.allocating("the banks", self.nbytes, layer):
             if workspace is None:
                 workspace = Workspace(
-                    scratch_bytes([facts.spec]), facts.expert_ids, facts.experts, device
+                    self._scratch_bytes(), facts.expert_ids, facts.experts, device
                 )
             banks = LayerBanks.allocate(facts.spec, device, self.found.zero_point)
             self.cache = ConversionCache(facts.spec, device)
-        except LoaderError as error:
-            raise error.at(layer=layer) from error
         self.lifecycle.enter(layer, "reading")
         self._convert(LayerConverter(banks, self.cache))
         self.prepared = PreparedExperts(facts, banks.tensors, workspace)
         self.lifecycle.enter(layer, "prepared", self.nbytes)
-        self._take_sources()
+        # First what may be refused: from here on the module always has the sources or the result.
         self.module.add_module(SUBMODULE, self.prepared)
-        freed = self.cache.release()
+        freed = self._take_sources() + self.cache.release()
         if self.empty_cache and device.type != "cpu":
             torch.accelerator.empty_cache()
         self.lifecycle.enter(layer, "released", freed)
         self.lifecycle.enter(layer, "ready", self.nbytes)
         return self.prepared
+
+    def _scratch_bytes(self) -> int:
+        """Scratch of a workspace of this layer's own; a module says nothing of its top-k."""
+        implementation = require_implementation(self.device, implementation_for(self.device))
+        top_k = min(USUAL_TOP_K, self.facts.experts)
+        return implementation.scratch_bytes(
+            [self.facts.spec], fast_tokens(self.facts.routes), top_k
+        )
 
     def _convert(self, converter: LayerConverter) -> None:
         found, layer = self.found, self.facts.layer
@@ -166,7 +184,7 @@ class _InPlace:
         files = found.names
         judge = Judge(
             found.source,
-            found.part,
+            Slice(self.facts.expert_ids, 0, found.part.count),
             self.facts.policy.policy.nonfinite == "warn",
             lambda row: files[row],
             lambda row: None,
@@ -189,16 +207,19 @@ class _InPlace:
         self.lifecycle.enter(layer, "converting")
         judge.after_finish(guarded(layer, converter.finish))
 
-    def _take_sources(self) -> None:
-        """Remove the source parameters; say so if something outside still holds their memory."""
+    def _take_sources(self) -> int:
+        """Remove the source parameters; returns the bytes that are free now.
+
+        Says so if something outside the module still holds their memory.
+        """
         found = self.found
         assert found is not None
-        held = [(weakref.ref(tensor), tensor.nbytes) for tensor in found.tensors]
+        self.found = None
+        held = _storages(found.tensors)
         for name in found.names:
             delattr(self.module, name)
-        self.found = None
         del found
-        outside = sum(nbytes for alive, nbytes in held if alive() is not None)
+        outside = sum(nbytes for storage, nbytes in held if not storage.expired())
         if outside:
             _LOG.warning(
                 "layer %d: %d bytes of source parameters are still held by a reference outside "
@@ -206,6 +227,7 @@ class _InPlace:
                 self.facts.layer,
                 outside,
             )
+        return sum(nbytes for _, nbytes in held) - outside
 
     def abandon(self) -> None:
         """After a failure: the sources stay, everything that was made is dropped.
@@ -213,8 +235,23 @@ class _InPlace:
         Once the sources are gone (an observer raised at ``released`` or later) the prepared
         experts stay on the module instead: nothing is lost.
         """
-        for error in self.lifecycle.fail():
-            _LOG.error("%s", error)
         if self.cache is not None and not self.cache.released:
             self.cache.discard()
+        if self.found is not None and self.module._modules.get(SUBMODULE) is self.prepared:
+            self.module._modules.pop(SUBMODULE, None)
         self.found = self.prepared = self.cache = None
+        for error in self.lifecycle.fail():
+            _LOG.error("%s", error)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[StorageWeakRef, int]]:
+    """The distinct storages behind some tensors, weakly, each with the tensors' bytes in it.
+
+    Storages, not tensors: a view or a state dict keeps the memory without keeping the parameter.
+    """
+    found: dict[int, tuple[StorageWeakRef, int]] = {}
+    for tensor in tensors:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        _, before = found.get(storage.cdata, (storage, 0))
+        found[storage.cdata] = (storage, before + tensor.nbytes)
+    return list(found.values())

@@ -14,7 +14,8 @@ from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.header import DTYPES
 from loader.checkpoint.source import Source, open_source
 from loader.errors import LoaderError
-from loader.table import human_bytes, merged_layers, render, table
+from loader.render import WIDTH
+from loader.table import Table, human_bytes, merged_layers, render
 
 
 def inspect(
@@ -38,14 +39,7 @@ def inspect(
             "top_k": checkpoint.model.top_k,
             "num_hidden_layers": checkpoint.model.layers,
             "prefix": catalog.prefix,
-            "files": [
-                {
-                    "file": name,
-                    "tensors": int((catalog.file == n).sum()),
-                    "bytes": opened.size(name),
-                }
-                for n, name in enumerate(catalog.files)
-            ],
+            "files": list(_files(checkpoint)),
             "dtypes": list(_dtypes(checkpoint)),
             "layers": [_layer(checkpoint, layer) for layer in catalog.expert_layers()],
             "other_layers": catalog.other_layers(),
@@ -92,13 +86,13 @@ def _layer(checkpoint: Checkpoint, layer: int) -> dict[str, Any]:
     return {**facts, "format": found.scheme.format, "geometry": geometry, "why": found.reason}
 
 
-def inspect_text(facts: dict[str, Any]) -> str:
+def inspect_text(facts: dict[str, Any], width: int = WIDTH) -> str:
     """The facts as tables."""
     head = (
         f"{facts['source']}\n"
         f"model {facts['model_type'] or '?'}, quantization {facts['quantization']}, "
         f"{facts['experts']} experts, top-k {facts['top_k']}, "
-        f"{facts['num_hidden_layers']} layers, prefix {facts['prefix']!r}\n"
+        f"{facts['num_hidden_layers']} layers, prefix {facts['prefix']!r}"
     )
     files = [(f["file"], f["tensors"], human_bytes(f["bytes"])) for f in facts["files"]]
     dtypes = [(d["dtype"], d["tensors"], human_bytes(d["bytes"])) for d in facts["dtypes"]]
@@ -112,18 +106,20 @@ def inspect_text(facts: dict[str, Any]) -> str:
             *key[:3],
             sum(layer["tensors"] for layer in alike),
             human_bytes(sum(layer["bytes"] for layer in alike)),
-            key[3],
         )
         for key, alike in groups.items()
     ]
-    text = ("layers", "format", "geometry", "family", "why", "file", "dtype")
-    columns = ("layers", "format", "geometry", "family", "tensors", "bytes", "why")
-    rest = ", ".join(f"{count} {why}" for why, count in facts["not_experts"].items())
+    why = [f"Layers {row[0]}: {key[3]}." for row, key in zip(layers, groups, strict=True)]
+    text = ("layers", "format", "geometry", "family", "file", "dtype")
+    columns = ("layers", "format", "geometry", "family", "tensors", "bytes")
+    rest = ", ".join(f"{count:,} {why}" for why, count in facts["not_experts"].items())
     other = merged_layers(facts["other_layers"])
     return render(
         head,
-        table("Files", ("file", "tensors", "bytes"), files, text),
-        table("Dtypes", ("dtype", "tensors", "bytes"), dtypes, text),
-        table("Expert layers", columns, layers, text),
+        Table("Files", ("file", "tensors", "bytes"), files, text),
+        Table("Dtypes", ("dtype", "tensors", "bytes"), dtypes, text),
+        Table("Expert layers", columns, layers, text),
+        "\n".join(why),
         f"Layers without experts: {other or 'none'}. Tensors beside the experts: {rest or 'none'}.",
+        width=width,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 
 from loader.errors import LifecycleError
 
@@ -67,36 +68,47 @@ class Lifecycle:
                 found=state,
             )
         self._state[layer] = state
-        self._tell(LayerEvent(layer, state, time.perf_counter() - self.began, nbytes))
-
-    def _tell(self, event: LayerEvent) -> None:
+        event = LayerEvent(layer, state, time.perf_counter() - self.began, nbytes)
         for observer in self.observers:
-            try:
-                observer(event)
-            except Exception as error:
-                raise LifecycleError(
-                    f"an observer failed at {event.state}: {type(error).__name__}: {error}",
-                    layer=event.layer,
-                    expected="an observer that returns",
-                    found=getattr(observer, "__qualname__", type(observer).__name__),
-                ) from error
+            _tell(observer, event)
 
-    def fail(self) -> list[Exception]:
-        """Move every layer that is not ready to ``failed``; returns what observers raised on it.
+    def fail(self) -> list[LifecycleError]:
+        """Move every layer to ``failed``, finished ones too; returns what observers raised on it.
 
-        The load has failed already: an observer that fails now must not hide the first error.
+        The load has failed already: an observer that fails now must neither hide the first error
+        nor keep the news from the other observers.
         """
-        raised: list[Exception] = []
+        raised: list[LifecycleError] = []
         for layer in self.layers:
-            if self._state.get(layer) in (None, "ready", "failed"):
+            if self._state.get(layer) in (None, "failed"):
                 continue
             self._state[layer] = "failed"
-            try:
-                self._tell(LayerEvent(layer, "failed", time.perf_counter() - self.began, 0))
-            except LifecycleError as error:
-                raised.append(error)
+            event = LayerEvent(layer, "failed", time.perf_counter() - self.began, 0)
+            for observer in self.observers:
+                try:
+                    _tell(observer, event)
+                except LifecycleError as error:
+                    raised.append(error)
         return raised
 
     def state(self, layer: int) -> str | None:
         """Present state of a layer, None before it was planned."""
         return self._state.get(layer)
+
+
+def _tell(observer: Observer, event: LayerEvent) -> None:
+    try:
+        observer(event)
+    except Exception as error:
+        raise LifecycleError(
+            f"an observer failed at {event.state}: {type(error).__name__}: {error}",
+            layer=event.layer,
+            expected="an observer that returns",
+            found=_name_of(observer),
+        ) from error
+
+
+def _name_of(observer: Observer) -> str:
+    """Any callable may observe; only functions have a name of their own."""
+    named = isinstance(observer, (FunctionType, MethodType))
+    return observer.__qualname__ if named else type(observer).__name__

@@ -11,13 +11,16 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
 
 import psutil
 import torch
+
+from loader.errors import CapacityError, LoaderError, clear_frames
 
 _MAP_AT = 1 << 20
 """Host tensors from this size on get a mapping of their own."""
@@ -26,12 +29,42 @@ _MAP_AT = 1 << 20
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor whose storage is exactly its bytes."""
     nbytes = prod(shape) * dtype.itemsize
-    if device.type != "cpu" or nbytes < _MAP_AT or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return torch.empty(shape, dtype=dtype, device=device)
-    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=dtype).view(shape)
+    # What a load makes outlives it: a tensor of inference mode could not be written outside of it.
+    with torch.inference_mode(False):
+        if device.type != "cpu" or nbytes < _MAP_AT or not hasattr(mmap, "MAP_ANONYMOUS"):
+            return torch.empty(shape, dtype=dtype, device=device)
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(region, dtype=dtype).view(shape)
+
+
+@contextmanager
+def allocating(what: str, nbytes: int, layer: int | None = None) -> Iterator[None]:
+    """Make a failed allocation inside the block a :class:`CapacityError` that says what for."""
+    try:
+        yield
+    except LoaderError:
+        raise
+    except (MemoryError, OSError, RuntimeError) as error:  # of Python, of mmap, of torch
+        raise CapacityError(
+            f"memory for {what} could not be allocated",
+            layer=layer,
+            expected=f"{nbytes} bytes",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """An error that leaves the block keeps no memory: not in its frames, not in the allocator."""
+    handled = sys.exc_info()[1]
+    try:
+        yield
+    except BaseException as error:
+        clear_frames(error, handled)
+        return_to_system()
+        raise
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -25,6 +25,8 @@ _BANKS = {"w13": GATE_UP, "w2": DOWN}
 _CHECKS = (Role.CHECK_SHAPE, Role.CHECK_GROUPS, Role.UNUSED)
 """Parts that frameworks keep for themselves, filled as they like: not read, removed at the end."""
 
+_ZEROS = (Role.ZEROS_GN, Role.ZEROS_NG)
+
 _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int64: "I64",
@@ -50,6 +52,11 @@ class Parameters:
     places: Places
     phase: int
     device: torch.device
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the conversion takes: the frameworks' own tables are not read."""
+        return sum(self.tensors[row].nbytes for t in self.source.tables for row in t.rows)
 
     @property
     def zero_point(self) -> int | None:
@@ -78,9 +85,8 @@ def read_parameters(
     tensors = [own[name] for name in names]
     parts = _parts(names, scheme, layer)
     reader = _Reader(layer, scheme, names, tensors, parts)
-    codes = next(iter(scheme.parts))
-    w13, w2 = reader.sizes("w13", codes), reader.sizes("w2", codes)
-    hidden, intermediate, experts = w13["k"], w2["k"], reader.experts(codes)
+    w13, w2 = reader.sizes("w13"), reader.sizes("w2")
+    hidden, intermediate, experts = w13["k"], w2["k"], int(reader.codes("w13").shape[0])
     group2 = intermediate * shard.tp_size if scheme.group == -1 else scheme.group
     offset, _ = shard.slice_of(intermediate * shard.tp_size, group2, layer)
     phase = offset % group2
@@ -100,19 +106,25 @@ def read_parameters(
         group13=group13,
         group2=group2,
         scale_dtypes=reader.scale_dtypes(),
-        zeros_stored=any(t.role in (Role.ZEROS_GN, Role.ZEROS_NG) for t in tables),
+        zeros_stored=any(t.role in _ZEROS for t in tables),
         zeros_must_be_eight=scheme.zero_points == "eight",
         tables=tables,
         reason="parameters of a module",
     )
     places = Places(np.arange(len(names)), np.zeros(len(names), np.int64))
     part = Slice(tuple(range(experts)), 0, intermediate)
-    return Parameters(names, tensors, source, part, places, phase, tensors[0].device)
+    return Parameters(names, tensors, source, part, places, phase, reader.codes("w13").device)
 
 
 def _scheme(quantization: Mapping[str, Any], layer: int) -> Scheme:
     dialect = read_dialect(quantization, None)
-    assert dialect is not None
+    if dialect is None:
+        raise UnsupportedError(
+            "experts that are not quantized are not converted in place",
+            layer=layer,
+            expected="the checkpoint's quantization_config",
+            found=quantization,
+        )
     scheme = dialect.scheme(f"model.layers.{layer}.mlp.experts.0.gate_proj")
     if isinstance(scheme, Unhandled):
         raise UnsupportedError(
@@ -160,31 +172,31 @@ class _Reader:
     tensors: list[torch.Tensor]
     parts: Mapping[str, tuple[int, Part]]
 
-    def sizes(self, bank: str, codes: str) -> dict[str, int]:
+    def codes(self, bank: str) -> torch.Tensor:
+        """The packed codes of one bank: the first part of every scheme."""
+        return self.tensors[self.names.index(f"{bank}_{next(iter(self.scheme.parts))}")]
+
+    def sizes(self, bank: str) -> dict[str, int]:
         """Axis sizes that the packed codes of one bank imply."""
-        name = f"{bank}_{codes}"
-        arrangement = self.scheme.parts[codes].arrangement
-        shape = self.tensors[self.names.index(name)].shape
+        part_name, part = next(iter(self.scheme.parts.items()))
+        arrangement, shape = part.arrangement, self.codes(bank).shape
         assert arrangement is not None
         if len(shape) != 3:
+            name = f"{bank}_{part_name}"
             raise self._error(name, "experts, then two axes", tuple(shape))
         return {
             axis: size * per
             for axis, size, per in zip(arrangement.axes, shape[1:], arrangement.per, strict=True)
         }
 
-    def experts(self, codes: str) -> int:
-        """Experts on axis 0."""
-        return int(self.tensors[self.names.index(f"w13_{codes}")].shape[0])
-
     def tables(self, sizes: Mapping[int, Mapping[str, int]], experts: int) -> tuple[Table, ...]:
-        """One table for each parameter that is read, its dtype, shape and strides checked."""
+        """One table for each parameter that is read, its dtype, shape, strides, device checked."""
+        device = self.codes("w13").device
         built = []
         for row, (name, tensor) in enumerate(zip(self.names, self.tensors, strict=True)):
             projection, part = self.parts[name]
-            if part.role in _CHECKS or (
-                part.role in (Role.ZEROS_GN, Role.ZEROS_NG) and not tensor.numel()
-            ):
+            empty = part.role in _ZEROS and not part.required and not tensor.numel()
+            if part.role in _CHECKS or empty:
                 continue
             dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
             if dtype not in part.dtypes:
@@ -195,6 +207,8 @@ class _Reader:
                 raise self._error(name, wanted, tuple(tensor.shape))
             if not tensor.is_contiguous():
                 raise self._error(name, "contiguous", f"strides {tensor.stride()}")
+            if tensor.device != device:
+                raise self._error(name, f"on {device}, as all others", f"on {tensor.device}")
             role = part.role
             if role is Role.GLOBAL_F32 and dtype == "BF16":
                 role = Role.GLOBAL_BF16
@@ -202,7 +216,21 @@ class _Reader:
             rows = np.asarray([row])
             table = Table(projection, role, part.arrangement, tensor.itemsize, shape, rows)
             built.append(table)
+        zeros = {table.projection for table in built if table.role in _ZEROS}
+        if len(zeros) == 1:
+            raise self._lopsided(zeros.pop())
         return tuple(built)
+
+    def _lopsided(self, stored: int) -> LoaderError:
+        bank = next(bank for bank, projection in _BANKS.items() if projection != stored)
+        part_name = next(n for n, part in self.scheme.parts.items() if part.role in _ZEROS)
+        return CheckpointError(
+            "zero points are there for one bank only",
+            layer=self.layer,
+            tensor=f"{bank}_{part_name}",
+            expected="zero points of w13 and w2, or of neither",
+            found="none" if f"{bank}_{part_name}" not in self.names else "an empty tensor",
+        )
 
     def scale_dtypes(self) -> tuple[str, str]:
         """Dtype of the scales of W13 and of W2."""

@@ -34,6 +34,9 @@ DESCRIPTOR_FIELDS = (
 )
 """Columns of a descriptor, all int64; ``csrc/`` mirrors their order."""
 
+BUFFER_QUANTUM = 64
+"""Read buffers are multiples of so many bytes, so that each one begins aligned."""
+
 PIECE = np.dtype(
     [
         *((name, np.int64) for name in DESCRIPTOR_FIELDS),
@@ -107,7 +110,7 @@ def split_pieces(pieces: Pieces, limit: int) -> Pieces:
 def minimum_staging(pieces: Pieces, buffers: int = 2) -> int:
     """Smallest staging budget, in bytes, that can hold every smallest run of rows."""
     smallest = np.minimum(pieces["row_quantum"], pieces["rows"]) * pieces["row_bytes"]
-    return int(smallest.max() + 64) * buffers
+    return -(-int(smallest.max()) // BUFFER_QUANTUM) * BUFFER_QUANTUM * buffers
 
 
 def _position(pieces: Pieces) -> Ints:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 
 from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
-from loader.checkpoint.folder import open_checkpoint
+from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.source import Source, open_source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
-from loader.errors import LoaderError, clear_frames
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
+from loader.layer_plan import LayerPlan
 from loader.lifecycle import Lifecycle, Observer
-from loader.plan import BUFFERS, DEFAULT_STAGING_BYTES, LayerPlan, Plan, plan_checkpoint
+from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
 from loader.report import LayerMeasured, LoadReport, MemoryMeasured
+from loader.route import FAST_ROUTES
 from loader.shard import Shard
-from loader.stream import Filled, ReadAhead, Scheduled, Staging
+from loader.stream import DirectReads, Filled, Lent, ReadAhead, Scheduled, Staging
 from loader.verdict import Judge
 from loader.workspace import Workspace
 
@@ -54,33 +55,42 @@ def load(
     began = time.perf_counter()
     baseline = memory.host_memory()
     resolved = (policy or Policy()).resolve()
-    opened = open_source(source)
-    try:
-        families = FAMILIES if family is None else (family, *FAMILIES)
-        checkpoint = open_checkpoint(opened, families)
-        plan = plan_checkpoint(
-            checkpoint,
-            shard or Shard(),
-            resolved,
-            layers,
-            torch.device(device),
-            staging_bytes,
-            card_memory,
-        )
-        plan.require_fit()
-        run = _Load(plan, observers, baseline, began)
+    families = FAMILIES if family is None else (family, *FAMILIES)
+    # What an error would keep alive lives in the frames below this one, which are cleared.
+    with memory.nothing_kept():
+        opened = open_source(source)
         try:
-            return run.run()
-        except BaseException as error:
-            run.abandon()
-            # This frame stays in the error's traceback: it must not hold the plan's tables.
-            del run, plan, checkpoint
-            clear_frames(error)
-            memory.return_to_system()
-            raise
-    finally:
-        if opened is not source:
-            opened.close()
+            make_plan = partial(
+                plan_checkpoint,
+                shard=shard or Shard(),
+                policy=resolved,
+                layers=layers,
+                device=device,
+                staging_bytes=staging_bytes,
+                card_memory=card_memory,
+            )
+            return _load(opened, families, make_plan, observers, baseline, began)
+        finally:
+            if opened is not source:
+                opened.close()
+
+
+def _load(
+    source: Source,
+    families: Iterable[Family],
+    make_plan: Callable[[Checkpoint], Plan],
+    observers: Iterable[Observer],
+    baseline: memory.HostMemory,
+    began: float,
+) -> LoadedExperts:
+    plan = make_plan(open_checkpoint(source, families))
+    plan.require_fit()
+    run = _Load(plan, observers, baseline, began)
+    try:
+        return run.run()
+    except BaseException:
+        run.abandon()
+        raise
 
 
 class _Load:
@@ -104,7 +114,7 @@ class _Load:
         self.peak = memory.HostPeak()
         self.workspace: Workspace | None = None
         self.staging: Staging | None = None
-        self.reader: ReadAhead | None = None
+        self.reader: ReadAhead | DirectReads | None = None
         self.banks: LayerBanks | None = None
         self.cache: ConversionCache | None = None
 
@@ -114,15 +124,16 @@ class _Load:
         for layer in plan.layers:
             self.lifecycle.enter(layer.layer, "planned", plan.read_bytes(layer.layer))
         with self.peak:
-            self.workspace = Workspace(
-                plan.scratch_bytes,
-                plan.layers[0].part.expert_ids,
-                plan.checkpoint.model.experts,
-                plan.device,
-            )
-            self.staging = Staging(BUFFERS, plan.buffer_bytes)
-            source = plan.checkpoint.source
-            self.reader = ReadAhead(source, plan.checkpoint.catalog.files, self.staging)
+            with memory.allocating("the workspace", plan.workspace_bytes):
+                self.workspace = Workspace(
+                    plan.scratch_bytes,
+                    plan.layers[0].part.expert_ids,
+                    plan.checkpoint.model.experts,
+                    plan.device,
+                )
+            self.staging = Staging(plan.buffers, plan.buffer_bytes)
+            reads = DirectReads if plan.direct else ReadAhead
+            self.reader = reads(plan.checkpoint.source, plan.checkpoint.catalog.files, self.staging)
             stream = self.reader.stream(self._schedule())
             for layer in plan.layers:
                 self._layer(layer, stream)
@@ -137,21 +148,19 @@ class _Load:
         return experts
 
     def _schedule(self) -> Iterator[Scheduled]:
-        limit = self.plan.staging_limit // BUFFERS
         for layer in self.plan.layers:
-            chunks = layer.chunks(limit)
+            chunks = layer.chunks(self.plan.chunk_limit)
             for number, chunk in enumerate(chunks, 1):
                 yield Scheduled(layer.layer, chunk, number == len(chunks))
 
-    def _layer(self, layer: LayerPlan, stream: Iterator[Filled]) -> None:
+    def _layer(self, layer: LayerPlan, stream: Iterator[Filled | Lent]) -> None:
         plan, measured = self.plan, self.measured[layer.layer]
         number = layer.layer
         self.lifecycle.enter(number, "reading")
-        try:
+        nbytes = layer.spec.nbytes()
+        with memory.allocating("the banks", nbytes, number):
             self.banks = LayerBanks.allocate(layer.spec, plan.device, layer.zero_point)
             self.cache = ConversionCache(layer.spec, plan.device)
-        except LoaderError as error:
-            raise error.at(layer=number) from error
         converter = LayerConverter(self.banks, self.cache)
         catalog = plan.checkpoint.catalog
         judge = Judge(
@@ -163,7 +172,6 @@ class _Load:
         )
         self._convert(layer, converter, judge, stream)
         self.modules[number] = self._module(layer, self.banks)
-        nbytes = layer.spec.nbytes()
         self.lifecycle.enter(number, "prepared", nbytes)
         started = time.perf_counter()
         freed = self.cache.release()
@@ -178,7 +186,7 @@ class _Load:
         layer: LayerPlan,
         converter: LayerConverter,
         judge: Judge,
-        stream: Iterator[Filled],
+        stream: Iterator[Filled | Lent],
     ) -> None:
         number, measured = layer.layer, self.measured[layer.layer]
         consumed = 0
@@ -188,15 +196,15 @@ class _Load:
             last = filled.scheduled.last
             measured.read_seconds += filled.read_seconds
             started = time.perf_counter()
-            chunk = filled.scheduled.chunk
-            descriptors = torch.from_numpy(chunk.descriptors())
-            findings = guarded(number, partial(converter.write, filled.data, descriptors))
-            self.nonfinite += judge.after_write(findings, chunk.pieces)
+            for findings, pieces in guarded(
+                number, partial(filled.convert, converter, judge.name_of)
+            ):
+                self.nonfinite += judge.after_write(findings, pieces)
             measured.convert_seconds += time.perf_counter() - started
-            consumed += chunk.bytes_read
-            self.bytes_read += chunk.bytes_read
+            consumed += filled.scheduled.chunk.bytes_read
+            self.bytes_read += filled.scheduled.chunk.bytes_read
             # The buffer behind `filled` is read into again as soon as the stream goes on.
-            del filled, findings, descriptors, chunk
+            del filled
             self.peak.sample()
             self.lifecycle.enter(number, "reading", consumed)
         self.lifecycle.enter(number, "converting", 0)
@@ -245,16 +253,14 @@ class _Load:
         """One warning for each distinct reason that a fast route was not admitted."""
         reasons: dict[str, list[int]] = {}
         for layer in self.plan.layers:
-            for route in layer.routes[:-1]:
-                if route.route == "legacy":
+            for fast, route in zip(FAST_ROUTES, layer.routes, strict=False):
+                if route.route == "legacy" and self.plan.policy.switch(fast) != "off":
                     reasons.setdefault(route.reason, []).append(layer.layer)
         for reason, layers in reasons.items():
             _LOG.warning("layers %s run the legacy route: %s", sorted(set(layers)), reason)
 
     def abandon(self) -> None:
         """Drop everything after a failure: banks of finished layers, cache, staging, reader."""
-        for error in self.lifecycle.fail():
-            _LOG.error("%s", error)
         if self.reader is not None:
             self.reader.close()
         if self.staging is not None:
@@ -263,3 +269,6 @@ class _Load:
             self.cache.discard()
         self.modules.clear()
         self.workspace = self.staging = self.reader = self.banks = self.cache = None
+        # Last: whatever an observer does now, the memory is back.
+        for error in self.lifecycle.fail():
+            _LOG.error("%s", error)

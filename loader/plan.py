@@ -6,7 +6,7 @@ A plan is a value: it can be printed, compared and written as JSON, and ``load``
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,122 +15,24 @@ import numpy as np
 import torch
 
 from loader import memory
-from loader.bank import BankSpec, LayerSpec, check_group
-from loader.checkpoint.catalog import REASONS
+from loader.checkpoint.catalog import NOT_EXPERT, REASONS
 from loader.checkpoint.family import FAMILIES, Family, layer_of
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.source import Source, open_source
-from loader.checkpoint.tables import LayerSource
-from loader.chunks import Chunk, build_chunks
 from loader.converter import cache_bytes
-from loader.errors import CapacityError, CheckpointError, LoaderError
+from loader.errors import CapacityError
+from loader.layer_choice import DENSE, SkippedLayer, choose_layers
+from loader.layer_plan import LayerPlan, plan_layer
 from loader.native import Implementation, implementation_for
-from loader.pieces import Pieces, Places, Slice, build_pieces, split_pieces
+from loader.pieces import BUFFER_QUANTUM, Places, minimum_staging
 from loader.policy import Policy, ResolvedPolicy
-from loader.reference.routes import scratch_bytes
 from loader.render import plan_text
-from loader.route import RouteRange, decide, require_implementation
+from loader.route import known_device, require_implementation
 from loader.shard import Shard
 
 DEFAULT_STAGING_BYTES = 64 << 20
 BUFFERS = 2
 """Read buffers of the staging ring: one is read into while the other is converted."""
-
-_SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8}
-
-
-@dataclass(frozen=True)
-class SkippedLayer:
-    """A layer that is left alone, with the reason."""
-
-    layer: int
-    reason: str
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPlan:
-    """One MoE layer on one card."""
-
-    layer: int
-    source: LayerSource
-    part: Slice
-    spec: LayerSpec
-    layout_reason: str
-    routes: tuple[RouteRange, ...]
-    places: Places = field(repr=False)
-
-    @property
-    def zero_point(self) -> int | None:
-        """8 where the checkpoint stores no zero points, None where there is nothing to fill."""
-        return 8 if self.spec.w13.kind == "int4" and not self.source.zeros_stored else None
-
-    def pieces(self) -> Pieces:
-        """Source pieces of this card, in file order, before they are cut to a buffer's size."""
-        return build_pieces(self.source, self.places, self.part, self.spec)
-
-    def chunks(self, buffer_bytes: int) -> list[Chunk]:
-        """The reads of this layer, for buffers of so many bytes."""
-        return build_chunks(split_pieces(self.pieces(), buffer_bytes), buffer_bytes)
-
-    @cached_property
-    def source_bytes(self) -> int:
-        """Bytes of source tensors that this card needs (whole rows), gaps not counted."""
-        pieces = self.pieces()
-        # Pieces of fused experts can share rows (gate and up columns): bytes count once.
-        rows = np.unique(np.stack((pieces["file"], pieces["begin"])), axis=1, return_index=True)[1]
-        return int((pieces["rows"][rows] * pieces["row_bytes"][rows]).sum())
-
-    @cached_property
-    def wide_metadata_bytes(self) -> int:
-        """What the ``wide`` layout would have taken for this layer's metadata."""
-        if self.spec.w13.kind == "plain":
-            return 0
-        return sum(bank.with_layout("wide").nbytes("metadata") for bank in self.spec.banks)
-
-    def bytes_by_category(self) -> dict[str, int]:
-        """The ``bytes`` object of the report."""
-        spec = self.spec
-        metadata, extra = spec.nbytes("metadata"), spec.nbytes("globals")
-        return {
-            "source": self.source_bytes,
-            "weight": spec.nbytes("weight"),
-            "metadata": metadata,
-            "globals": extra,
-            "unquantized": spec.nbytes("unquantized"),
-            "metadata_wide": self.wide_metadata_bytes,
-            "saved": self.wide_metadata_bytes - metadata - extra,
-        }
-
-    def geometry(self) -> dict[str, int]:
-        """The ``geometry`` object of the report."""
-        w13, w2 = self.spec.banks
-        return {
-            "hidden": self.source.hidden,
-            "intermediate": self.source.intermediate,
-            "intermediate_local": w13.columns,
-            "experts": self.source.experts,
-            "experts_local": w13.experts,
-            "group_w13": w13.group,
-            "group_w2": w2.group,
-            "phase": w2.phase,
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """One entry of ``layers`` in the report, without measured keys."""
-        return {
-            "layer": self.layer,
-            "format": self.source.scheme.format,
-            "format_reason": self.source.reason,
-            "geometry": self.geometry(),
-            "metadata_layout": self.spec.w13.layout,
-            "metadata_layout_reason": self.layout_reason,
-            "scale_dtypes": [
-                "e4m3" if bank.kind == "e2m1" else str(bank.scale_dtype).removeprefix("torch.")
-                for bank in self.spec.banks
-            ],
-            "bytes": self.bytes_by_category(),
-            "routes": [route.to_dict() for route in self.routes],
-        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +57,9 @@ class Plan:
     @cached_property
     def scratch_bytes(self) -> int:
         """Scratch of the workspace, shared by all layers of the card."""
-        return scratch_bytes([layer.spec for layer in self.layers]) if self.layers else 0
+        specs = [layer.spec for layer in self.layers]
+        tokens = max((layer.fast_tokens for layer in self.layers), default=0)
+        return self.implementation.scratch_bytes(specs, tokens, self.top_k) if specs else 0
 
     @cached_property
     def workspace_bytes(self) -> int:
@@ -167,23 +71,57 @@ class Plan:
         """What stays: all banks and the workspace."""
         return sum(layer.spec.nbytes() for layer in self.layers) + self.workspace_bytes
 
+    @property
+    def chunk_limit(self) -> int:
+        """Most bytes of one chunk: the staging budget shared by the read buffers."""
+        return self.staging_limit // BUFFERS // BUFFER_QUANTUM * BUFFER_QUANTUM
+
     @cached_property
     def _reads(self) -> dict[int, tuple[int, int]]:
         """For each layer: bytes of its largest chunk, bytes read in all."""
-        limit = self.staging_limit // BUFFERS
-        return {
-            layer.layer: (
-                max(chunk.buffer_bytes for chunk in chunks),
-                sum(chunk.bytes_read for chunk in chunks),
-            )
-            for layer in self.layers
-            if (chunks := layer.chunks(limit))
-        }
+        try:
+            return {
+                layer.layer: (
+                    max(chunk.buffer_bytes for chunk in chunks),
+                    sum(chunk.bytes_read for chunk in chunks),
+                )
+                for layer in self.layers
+                if (chunks := layer.chunks(self.chunk_limit))
+            }
+        except CapacityError as error:
+            # The layer at hand knows what it needs; the user needs what serves them all.
+            least = max(minimum_staging(layer.pieces(), BUFFERS) for layer in self.layers)
+            raise CapacityError(
+                error.what,
+                expected=f"at least {least} bytes",
+                found=f"{self.staging_limit} bytes",
+            ) from None
 
     @property
+    def direct(self) -> bool:
+        """Whether native code reads the files itself, a cache-sized piece at a time."""
+        return self.implementation.reads_files and self.checkpoint.source.lends_descriptors
+
+    @cached_property
     def buffer_bytes(self) -> int:
-        """Size of one read buffer: the largest chunk, within the staging budget."""
-        return max((largest for largest, _ in self._reads.values()), default=0)
+        """Size of one read buffer, within the staging budget.
+
+        The largest chunk; where native code reads, what each thread converts at a time.
+        """
+        if not self.direct:
+            return max((largest for largest, _ in self._reads.values()), default=0)
+        # Gate and up are read together.
+        least = max((minimum_staging(layer.pieces(), 2) for layer in self.layers), default=0)
+        share = self.staging_limit // self.implementation.threads
+        return max(least, min(share, self.implementation.buffer_bytes)) // 64 * 64
+
+    @cached_property
+    def buffers(self) -> int:
+        """Read buffers of the staging ring."""
+        if not self.direct:
+            return BUFFERS
+        fit = self.staging_limit // max(self.buffer_bytes, 1)
+        return max(1, min(self.implementation.threads, fit))
 
     def read_bytes(self, layer: int) -> int:
         """Bytes that loading one layer takes from files, small gaps included."""
@@ -192,7 +130,7 @@ class Plan:
     @property
     def staging_bytes(self) -> int:
         """The staging ring as it will be allocated."""
-        return BUFFERS * self.buffer_bytes
+        return self.buffers * self.buffer_bytes
 
     @cached_property
     def conversion_bytes(self) -> int:
@@ -230,23 +168,28 @@ class Plan:
     def left_alone(self) -> dict[str, list[str]]:
         """Names of the tensors that are not loaded, by reason; their bytes are never read."""
         catalog = self.checkpoint.catalog
+        left = np.ones(len(catalog.names), bool)
+        for layer in self.layers:
+            for table in layer.source.tables:
+                left[table.rows] = False
+        skipped = {one.layer: one.reason for one in self.skipped}
         found: dict[str, list[str]] = {}
-        for row in np.flatnonzero(catalog.reason > 0).tolist():
-            found.setdefault(self._why(row), []).append(catalog.names[row])
-        reasons = {skipped.layer: skipped.reason for skipped in self.skipped}
-        experts = np.flatnonzero(np.isin(catalog.layer, list(reasons)))
-        for row in experts.tolist():
-            found.setdefault(reasons[int(catalog.layer[row])], []).append(catalog.names[row])
+        for row in np.flatnonzero(left).tolist():
+            found.setdefault(self._why(row, skipped), []).append(catalog.names[row])
         return found
 
-    def _why(self, row: int) -> str:
-        name = self.checkpoint.catalog.names[row]
-        if ".shared_expert" in name:
-            return "shared expert"
-        dense = {s.layer for s in self.skipped if s.reason == _DENSE}
-        if ".mlp." in name and layer_of(name) in dense:
-            return _DENSE
-        return REASONS[self.checkpoint.catalog.reason[row]]
+    def _why(self, row: int, skipped: Mapping[int, str]) -> str:
+        catalog = self.checkpoint.catalog
+        name, layer = catalog.names[row], int(catalog.layer[row])
+        if layer >= 0:
+            return skipped.get(layer, "part of an expert that the format does not use")
+        if catalog.reason[row] == NOT_EXPERT:
+            if ".shared_expert" in name:
+                return "shared expert"
+            inside = layer_of(name)
+            if inside is not None and ".mlp." in name and skipped.get(inside) == DENSE:
+                return DENSE
+        return REASONS[catalog.reason[row]]
 
     def fingerprint(self) -> dict[str, Any]:
         """What all ranks of one model must agree on, whatever slice each of them holds."""
@@ -289,9 +232,6 @@ class Plan:
         return plan_text([self.to_dict()])
 
 
-_DENSE = "dense layer"
-
-
 def plan(
     source: str | os.PathLike[str] | Source,
     shard: Shard | None = None,
@@ -310,23 +250,51 @@ def plan(
 
     Raises a :class:`loader.LoaderError` for everything that headers and configs are enough to know.
     """
+    (one,) = plan_cards(
+        source,
+        [shard or Shard()],
+        policy,
+        layers,
+        device=device,
+        staging_bytes=staging_bytes,
+        card_memory=card_memory,
+        family=family,
+    )
+    return one
+
+
+def plan_cards(
+    source: str | os.PathLike[str] | Source,
+    shards: Sequence[Shard],
+    policy: Policy | None = None,
+    layers: Iterable[int] | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+    card_memory: int | None = None,
+    family: Family | None = None,
+) -> list[Plan]:
+    """Plan the load of several cards; the headers are read once. See :func:`plan`."""
     resolved = (policy or Policy()).resolve()
-    opened = open_source(source)
     families = FAMILIES if family is None else (family, *FAMILIES)
-    try:
-        checkpoint = open_checkpoint(opened, families)
-        return plan_checkpoint(
-            checkpoint,
-            shard or Shard(),
-            resolved,
-            layers,
-            torch.device(device),
-            staging_bytes,
-            card_memory,
-        )
-    finally:
-        if opened is not source:
-            opened.close()
+    chosen = None if layers is None else list(layers)
+    with memory.nothing_kept():
+        opened = open_source(source)
+        try:
+            checkpoint = open_checkpoint(opened, families)
+            plans: list[Plan] = []
+            for shard in shards:
+                # What was free before the first plan: our own tables are no part of the question.
+                card = plans[0].card_bytes if plans else card_memory
+                plans.append(
+                    plan_checkpoint(
+                        checkpoint, shard, resolved, chosen, device, staging_bytes, card
+                    )
+                )
+            return plans
+        finally:
+            if opened is not source:
+                opened.close()
 
 
 def plan_checkpoint(
@@ -334,103 +302,25 @@ def plan_checkpoint(
     shard: Shard,
     policy: ResolvedPolicy,
     layers: Iterable[int] | None,
-    device: torch.device,
+    device: str | torch.device,
     staging_bytes: int,
     card_memory: int | None,
 ) -> Plan:
     """Plan an opened checkpoint; see :func:`plan`."""
+    device = known_device(device)
     implementation = require_implementation(device, implementation_for(device))
-    chosen, skipped = _choose_layers(checkpoint, layers)
+    chosen, skipped = choose_layers(checkpoint, layers)
     expert_ids = shard.experts_of(checkpoint.model.experts)
     places = Places(checkpoint.catalog.file, checkpoint.catalog.begin)
     planned = tuple(
-        _plan_layer(checkpoint, layer, expert_ids, shard, policy, implementation, places)
+        plan_layer(
+            checkpoint.resolver.resolve(layer), expert_ids, shard, policy, implementation, places
+        )
         for layer in chosen
     )
     card = memory.free_bytes(device) if card_memory is None else card_memory
     result = Plan(
         checkpoint, device, shard, policy, implementation, planned, skipped, staging_bytes, card
     )
-    _ = result.buffer_bytes  # a staging budget that is too small is refused here
+    _ = result.read_bytes(chosen[0])  # a staging budget that is too small is refused here
     return result
-
-
-def _choose_layers(
-    checkpoint: Checkpoint, layers: Iterable[int] | None
-) -> tuple[Sequence[int], tuple[SkippedLayer, ...]]:
-    present = checkpoint.catalog.expert_layers()
-    count = checkpoint.model.layers
-    beyond = {layer for layer in present if count is not None and layer >= count}
-    if layers is None:
-        chosen = [layer for layer in present if layer not in beyond]
-        if not chosen:
-            raise CheckpointError(
-                "no layer of the model holds experts",
-                expected=f"experts in layers below {count}",
-                found=f"experts in layers {present}",
-            )
-    else:
-        chosen = sorted(set(layers))
-        missing = [layer for layer in chosen if layer not in present]
-        if missing:
-            raise LoaderError(
-                "a layer that was asked for holds no experts",
-                layer=missing[0],
-                expected=f"one of {present}",
-                found=missing,
-            )
-    reasons = {layer: f"beyond num_hidden_layers={count}" for layer in beyond}
-    reasons.update({layer: _DENSE for layer in checkpoint.catalog.other_layers()})
-    reasons.update({layer: "not asked for" for layer in present if layer not in beyond})
-    skipped = [SkippedLayer(layer, reasons[layer]) for layer in sorted(reasons)]
-    return chosen, tuple(skip for skip in skipped if skip.layer not in chosen)
-
-
-def _plan_layer(
-    checkpoint: Checkpoint,
-    layer: int,
-    expert_ids: tuple[int, ...],
-    shard: Shard,
-    policy: ResolvedPolicy,
-    implementation: Implementation,
-    places: Places,
-) -> LayerPlan:
-    source = checkpoint.resolver.resolve(layer)
-    offset, count = shard.slice_of(source.intermediate, source.group2, layer)
-    part = Slice(expert_ids, offset, count)
-    spec, reason = layer_spec(source, part, policy)
-    routes = decide(layer, spec, implementation, policy, source.reason)
-    return LayerPlan(layer, source, part, spec, reason, routes, places)
-
-
-def layer_spec(
-    source: LayerSource, part: Slice, policy: ResolvedPolicy, phase: int | None = None
-) -> tuple[LayerSpec, str]:
-    """Banks of one layer, and why they have their metadata layout."""
-    scheme = source.scheme
-    try:
-        layout, reason = policy.layout_for(scheme.kind)
-    except LoaderError as error:
-        raise error.at(layer=source.layer) from None
-    if scheme.kind != "plain":
-        check_group(source.group13, source.layer)
-        check_group(source.group2, source.layer)
-
-    def bank(k: int, n: int, group: int, at: int, projections: int, dtype: str) -> BankSpec:
-        return BankSpec(
-            kind=scheme.kind,
-            layout=layout,
-            experts=len(part.expert_ids),
-            k=k,
-            n=n,
-            group=group,
-            phase=at,
-            projections=projections,
-            scale_dtype=_SCALE_DTYPES[dtype],
-            global_sense=scheme.global_sense,
-        )
-
-    cut = part.offset % source.group2 if phase is None else phase
-    w13 = bank(source.hidden, 2 * part.count, source.group13, 0, 2, source.scale_dtypes[0])
-    w2 = bank(part.count, source.hidden, source.group2, cut, 1, source.scale_dtypes[1])
-    return LayerSpec(w13, w2, policy.policy.awq_rounding), reason

@@ -65,7 +65,7 @@ class Policy:
                     found=repr(value),
                 )
         limit = self.grouped_max_tokens
-        whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 2
+        whole = isinstance(limit, int) and limit >= 2
         if not (limit is None or limit == "measure" or whole):
             raise PolicyError(
                 "Policy.grouped_max_tokens is not valid",

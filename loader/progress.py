@@ -18,7 +18,10 @@ from loader.lifecycle import LayerEvent
 
 
 class ProgressBar:
-    """An observer that draws on stderr; a context manager. Draws nothing off a terminal."""
+    """An observer that draws on stderr; a context manager. Draws nothing off a terminal.
+
+    ``completed`` of ``total`` bytes have been consumed.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -32,19 +35,19 @@ class ProgressBar:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("load", total=0, layer="-")
-        self._total = 0
-        self._before = 0
-        self._layer = 0
+        self.total = 0
+        self.completed = 0
+        self._before = 0  # of the layers that were finished
 
     def __call__(self, event: LayerEvent) -> None:
         if event.state == "planned":
-            self._total += event.bytes
-            self._bar.update(self._task, total=self._total)
+            self.total += event.bytes
+            self._bar.update(self._task, total=self.total)
         elif event.state == "reading":
-            self._layer = event.bytes
-            self._bar.update(self._task, completed=self._before + event.bytes, layer=event.layer)
+            self.completed = self._before + event.bytes
+            self._bar.update(self._task, completed=self.completed, layer=event.layer)
         elif event.state == "prepared":
-            self._before += self._layer
+            self._before = self.completed
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()

@@ -5,35 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loader.table import human_bytes, merged_layers, render, table
+from loader.table import Table, human_bytes, merged_layers, render
 
 Report = Mapping[str, Any]
-_TEXT = ("layers", "format", "metadata", "tokens", "route", "code", "reason")
+Parts = list[str | Table]
+_TEXT = ("", "layers", "format", "metadata", "tokens", "route", "code", "reason")
+
+WIDTH = 120
+"""Columns of text where nobody says how wide the terminal is."""
 
 
-def plan_text(reports: Sequence[Report], width: int = 120) -> str:
+def plan_text(reports: Sequence[Report], width: int = WIDTH) -> str:
     """The tables of one card's plan, or of the plans of several cards of one model."""
-    return render(*plan_parts(reports), width=width)
+    return render(*_plan_parts(reports, width), width=width)
 
 
-def plan_parts(reports: Sequence[Report]) -> list[object]:
+def load_text(report: Report, width: int = WIDTH) -> str:
+    """The tables of a finished load: the plan's, and memory predicted and measured."""
+    return render(*_plan_parts([report], width), *_memory_parts(report), width=width)
+
+
+def _plan_parts(reports: Sequence[Report], width: int) -> Parts:
     """Tables and lines: cards, layers, routes, and what is left alone."""
     first = reports[0]
-    parts: list[object] = [*_cards(reports), _layers(first), _routes(first)]
+    parts: Parts = [
+        first["source"],
+        *_cards(reports, width),
+        _layers(first),
+        _layer_bytes(first),
+        _routes(first),
+    ]
     skipped: dict[str, list[int]] = {}
     for entry in first["skipped"]:
         skipped.setdefault(entry["reason"], []).append(entry["layer"])
     if skipped:
         rows = [(merged_layers(layers), reason) for reason, layers in skipped.items()]
-        parts.append(table("Layers left alone", ("layers", "reason"), rows, _TEXT))
-    left = ", ".join(f"{entry['tensors']} ({why})" for why, entry in first["left_alone"].items())
+        parts.append(Table("Layers left alone", ("layers", "reason"), rows, _TEXT))
+    left = ", ".join(f"{entry['tensors']:,} ({why})" for why, entry in first["left_alone"].items())
     if left:
         parts.append(f"Tensors left to the serving framework, unread: {left}.")
     return parts
 
 
-def load_parts(report: Report) -> list[object]:
-    """The tables of a finished load: the plan's, and memory predicted and measured."""
+def _memory_parts(report: Report) -> Parts:
     m = report["memory"]
     rows = [
         ("resident, predicted", m["predicted_resident"]),
@@ -47,7 +61,7 @@ def load_parts(report: Report) -> list[object]:
         ("host file-backed, peak", m["host_file_peak"]),
         ("host USS (psutil), peak", m["host_uss_peak"]),
     ]
-    sized = [(name, human_bytes(count), count) for name, count in rows]
+    sized = [(name, human_bytes(count), f"{count:,}") for name, count in rows]
     releases = sum(layer["releases"] for layer in report["layers"])
     speed = (
         f"Read {human_bytes(report['bytes_read'])} in {report['seconds']:.3f} s, "
@@ -56,12 +70,7 @@ def load_parts(report: Report) -> list[object]:
     )
     warned = [f"Kept under nonfinite='warn': {line}" for line in report["nonfinite"]]
     title = f"Memory on {report['device']}"
-    return [
-        *plan_parts([report]),
-        table(title, ("", "size", "bytes"), sized, ("",)),
-        speed,
-        *warned,
-    ]
+    return [Table(title, ("", "size", "bytes"), sized, _TEXT), speed, *warned]
 
 
 def total_bytes(report: Report) -> dict[str, int]:
@@ -73,18 +82,20 @@ def total_bytes(report: Report) -> dict[str, int]:
     return totals
 
 
-_CARDS_PER_TABLE = 8
+_NAME_WIDTH, _CARD_WIDTH = 24, 12
+"""Columns that the names of the sizes take, and that each card takes."""
 
 
-def _cards(reports: Sequence[Report]) -> list[object]:
+def _cards(reports: Sequence[Report], width: int) -> list[Table]:
     """Categories as rows, cards as columns, so that the numbers of one card stand together."""
-    tables: list[object] = []
-    for first in range(0, len(reports), _CARDS_PER_TABLE):
-        shown = reports[first : first + _CARDS_PER_TABLE]
+    tables = []
+    each = max((width - _NAME_WIDTH) // _CARD_WIDTH, 1)
+    for first in range(0, len(reports), each):
+        shown = reports[first : first + each]
         columns = [_card_sizes(report) for report in shown]
         rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
-        title = f"{reports[0]['source']}: what each card holds"
-        tables.append(table(title, ("", *map(_card_name, shown)), rows, ("",)))
+        names = [_card_name(report) for report in shown]
+        tables.append(Table("What each card holds", ("", *names), rows, _TEXT))
     return tables
 
 
@@ -107,8 +118,10 @@ def _card_sizes(report: Report) -> dict[str, str]:
     sizes["metadata if wide"] = totals["metadata_wide"]
     sizes["saved against wide"] = totals["saved"]
     sizes["memory of the card"] = m["card"]
-    fits = {True: "yes", False: "NO", None: "?"}[m["fits"]]
-    return {**{name: human_bytes(count) for name, count in sizes.items()}, "fits": fits}
+    shown = {name: human_bytes(count) for name, count in sizes.items()}
+    shown["fits"] = {True: "yes", False: "NO", None: "?"}[m["fits"]]
+    lacking = 0 if m["card"] is None else max(m["predicted_peak"] - m["card"], 0)
+    return {**shown, "lacking": human_bytes(lacking)}
 
 
 def _groups(report: Report) -> list[list[Report]]:
@@ -120,39 +133,48 @@ def _groups(report: Report) -> list[list[Report]]:
     return list(found.values())
 
 
-def _layers(report: Report) -> object:
+def _numbers(layers: Sequence[Report]) -> str:
+    return merged_layers([layer["layer"] for layer in layers])
+
+
+def _layers(report: Report) -> Table:
     rows = []
     for layers in _groups(report):
-        one = layers[0]
-        g, b = one["geometry"], one["bytes"]
-        banks = b["weight"] + b["metadata"] + b["globals"] + b["unquantized"]
+        one, g = layers[0], layers[0]["geometry"]
+        groups = dict.fromkeys((g["group_w13"], g["group_w2"]))
         quantized = one["metadata_layout"] != "plain"
         rows.append(
             (
-                merged_layers([layer["layer"] for layer in layers]),
+                _numbers(layers),
                 one["format"],
                 one["metadata_layout"],
                 g["hidden"],
-                f"{g['intermediate_local']} of {g['intermediate']}",
-                f"{g['experts_local']} of {g['experts']}",
-                f"{g['group_w13']}, {g['group_w2']}" if quantized else "-",
+                f"{g['intermediate_local']}/{g['intermediate']}",
+                f"{g['experts_local']}/{g['experts']}",
+                "/".join(map(str, groups)) if quantized else "-",
                 g["phase"],
-                human_bytes(b["source"]),
-                human_bytes(banks),
-                human_bytes(b["saved"]),
             )
         )
-    columns = ["layers", "format", "metadata", "H", "I here", "experts here", "group", "phase"]
-    columns += ["source", "banks", "saved"]
-    return table("Layers (bytes of each)", columns, rows, _TEXT)
+    columns = ("layers", "format", "metadata", "H", "I here", "experts", "group", "phase")
+    return Table("Layers (I and experts: on this card / in the model)", columns, rows, _TEXT)
 
 
-def _routes(report: Report) -> object:
+def _layer_bytes(report: Report) -> Table:
+    names = ("source", "weight", "metadata", "globals", "unquantized", "saved")
+    columns = ("layers", "source", "weight", "scales", "globals", "unquantized", "saved")
+    rows = [
+        (_numbers(layers), *(human_bytes(layers[0]["bytes"][name]) for name in names))
+        for layers in _groups(report)
+    ]
+    return Table("Bytes of each layer", columns, rows, _TEXT)
+
+
+def _routes(report: Report) -> Table:
     rows = []
     for layers in _groups(report):
-        where = merged_layers([layer["layer"] for layer in layers])
         for route in layers[0]["routes"]:
             first, last = route["tokens"]
             tokens = str(first) if first == last else f"{first}-{'' if last is None else last}"
+            where = _numbers(layers)
             rows.append((where, tokens, route["route"], route["implementation"], route["reason"]))
-    return table("Routes", ("layers", "tokens", "route", "code", "reason"), rows, _TEXT)
+    return Table("Routes", ("layers", "tokens", "route", "code", "reason"), rows, _TEXT)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loader.render import load_parts
-from loader.table import human_bytes, render
+from loader.render import load_text
+from loader.table import human_bytes
 
 
 @dataclass
@@ -102,7 +102,7 @@ class LoadReport:
         )
 
     def __str__(self) -> str:
-        return render(*load_parts(self.to_dict()))
+        return load_text(self.to_dict())
 
 
 def write_json(value: object, path: str | os.PathLike[str]) -> None:

@@ -19,7 +19,7 @@ from loader.policy import ResolvedPolicy
 
 DEFAULT_GROUPED_MAX_TOKENS = 8
 
-#: Token counts of each fast route: first, and last or None for the layer's limit.
+#: The routes that read banks directly, in the order of their token counts.
 FAST_ROUTES = ("qpn_m1", "qpn_grouped")
 
 
@@ -73,6 +73,16 @@ NEEDS: tuple[Need, ...] = (
         lambda spec: f"{spec.w13.group} and {spec.w2.group}",
     ),
 )
+
+
+def known_device(device: str | torch.device) -> torch.device:
+    """The device of that name; :class:`UnsupportedError` where torch knows none."""
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UnsupportedError(
+            "no such device", expected="cpu, cuda or cuda:N", found=repr(device)
+        ) from error
 
 
 def require_implementation(
@@ -156,6 +166,11 @@ def _lacking(
         if not need.holds(spec, implementation):
             return (need.capability, need.needs(implementation), need.found(spec))
     return None
+
+
+def fast_tokens(ranges: Sequence[RouteRange]) -> int:
+    """Last token count that a fast route serves, 0 where none does."""
+    return max((r.last or 0 for r in ranges if r.route != "legacy"), default=0)
 
 
 def limits(ranges: Sequence[RouteRange]) -> list[int]:

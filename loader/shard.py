@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from loader.errors import ShardError
@@ -30,6 +31,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         for rank, size in (("tp_rank", "tp_size"), ("ep_rank", "ep_size")):
+            for name in (rank, size):
+                object.__setattr__(self, name, _whole(name, getattr(self, name)))
             rank_value, size_value = getattr(self, rank), getattr(self, size)
             if size_value < 1:
                 raise ShardError(f"{size} is not valid", expected="at least 1", found=size_value)
@@ -45,7 +48,7 @@ class Shard:
                 expected="ep_size=1",
                 found=f"ep_size={self.ep_size}",
             )
-        ids = tuple(int(expert) for expert in self.expert_ids)
+        ids = tuple(_whole("expert_ids", expert) for expert in self.expert_ids)
         object.__setattr__(self, "expert_ids", ids)
         if not ids or len(set(ids)) != len(ids):
             raise ShardError(
@@ -112,6 +115,16 @@ class Shard:
             "ep_size": self.ep_size,
             "expert_ids": None if self.expert_ids is None else list(self.expert_ids),
         }
+
+
+def _whole(name: str, value: Any) -> int:
+    """``value`` as a plain int (numpy's is one too); ``int`` would cut a float without a word."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ShardError(
+            f"{name} is not valid", expected="a whole number", found=repr(value)
+        ) from None
 
 
 def tensor_parallel_sizes(intermediate: int, most: int = 64) -> list[int]:

@@ -16,6 +16,7 @@ from loader.pieces import Pieces, Slice
 from loader.reference.findings import Kind
 
 _SCALES = (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8)
+_ZEROS = (Role.ZEROS_GN, Role.ZEROS_NG)
 
 _WARNABLE = (Kind.NONFINITE, Kind.GLOBAL)
 """Findings that ``nonfinite="warn"`` keeps: numbers that are wrong but are the checkpoint's own."""
@@ -41,10 +42,10 @@ _MEANINGS: Mapping[Kind, _Meaning] = {
         "zero points of 8 everywhere",
     ),
     Kind.SHAPE: _Meaning(
-        CheckpointError, "weight_shape disagrees with the packed tensor", "the packed sizes"
+        CheckpointError, "weight_shape disagrees with the packed tensor", "[{}, {}] as packed"
     ),
     Kind.GROUPS: _Meaning(
-        CheckpointError, "the group index reorders the rows", "i // group for all i, or all -1"
+        CheckpointError, "the group index reorders the rows", "i // {} for all i, or all -1"
     ),
     Kind.NOT_HELD: _Meaning(
         ConversionError,
@@ -71,17 +72,21 @@ class Judge:
         """Judge the findings of one ``write``; raises, or returns what is kept."""
         kept = []
         rows = findings.tolist()
+        tensors = len({int(pieces[row[0]]["tensor"]) for row in rows})
         for subject, kind, count, row, column, bits in rows:
             piece = pieces[subject]
+            role, projection = Role(piece["role"]), int(piece["projection"])
+            matrix = role in _SCALES or role in _ZEROS
             kept.append(
                 self._judge(
                     Kind(kind),
                     int(piece["tensor"]),
                     int(piece["slot"]),
                     count,
-                    (row, column),
-                    _value(Role(piece["role"]), bits, self._scale_dtype(int(piece["bank"]))),
-                    len(rows),
+                    self._in_tensor(projection, row, column) if matrix else (row, column),
+                    _value(role, bits, self._scale_dtype(int(piece["bank"]))),
+                    tensors,
+                    (int(piece["expect_a"]), int(piece["expect_b"])),
                 )
             )
         return kept
@@ -96,9 +101,16 @@ class Judge:
             tensor = self._scale_tensor(projection, slot)
             wide_fp4 = self.source.scheme.kind == "e2m1"
             value = f"{_float(bits, '<i', '<f'):g}" if wide_fp4 else _half(bits, "F16")
-            at = (row, column if bank else column // 2)
+            at = self._in_tensor(projection, row, column if bank else column // 2)
             self._judge(Kind(kind), tensor, slot, count, at, value, len(rows))
         return []
+
+    def _in_tensor(self, projection: int, group: int, column: int) -> tuple[int, int]:
+        """Where a group and column of this card's slice stand in the tensor of the checkpoint."""
+        if projection == DOWN:
+            return group + self.part.offset // self.source.group2, column
+        gate_rows = self.source.intermediate * (self.source.fused and projection == UP)
+        return group, column + self.part.offset + gate_rows
 
     def _judge(
         self,
@@ -109,17 +121,21 @@ class Judge:
         at: tuple[int, int],
         value: str,
         tensors: int,
+        wanted: tuple[int, int] = (-1, -1),
     ) -> str:
         meaning = _MEANINGS[kind]
         more = f"; {tensors - 1} more tensors alike" if tensors > 1 else ""
+        place = f"[{at[0]}, {at[1]}] (group, column)"
+        if kind in (Kind.SHAPE, Kind.GROUPS):
+            place = f"[{at[1]}]"
         error = meaning.error(
             meaning.what,
             file=self.file_of(tensor),
             layer=self.source.layer,
             experts=str(self.part.expert_ids[slot]),
             tensor=self.name_of(tensor),
-            expected=meaning.expected,
-            found=f"{value} at [{at[0]}, {at[1]}] (group, column), {count} such values{more}",
+            expected=meaning.expected.format(*wanted),
+            found=f"{value} at {place}, {count} such values{more}",
         )
         if self.keep and kind in _WARNABLE:
             return str(error)

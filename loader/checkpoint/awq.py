@@ -38,12 +38,15 @@ class AwqDialect:
 
 def read_awq(quantization: Mapping[str, Any]) -> AwqDialect:
     """Build the dialect from ``quantization_config``; refusals name what is not loaded."""
-    version = str(quantization.get("version", quantization.get("format", "gemm"))).lower()
-    written = str(quantization.get("format", version)).lower()
-    for label in (version, written):
+    # AutoAWQ's key, and GPTQModel's two.
+    for key in ("version", "format", "checkpoint_format"):
+        label = str(quantization.get(key, "gemm")).lower()
         if label != "gemm":
             raise UnsupportedError(
-                "this AWQ packing is not loaded", file=CONFIG, expected="version gemm", found=label
+                "this AWQ packing is not loaded",
+                file=CONFIG,
+                expected=f"{key} gemm",
+                found=label,
             )
     if quantization.get("desc_act"):
         raise UnsupportedError(

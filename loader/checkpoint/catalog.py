@@ -6,6 +6,7 @@ of names.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ import numpy.typing as npt
 from loader.checkpoint.family import (
     DRAFT_PREFIXES,
     FAMILIES,
+    NUMBER,
     Family,
     NameParser,
-    layer_of,
     looks_like_expert,
 )
 from loader.checkpoint.header import DTYPES, Header
@@ -33,7 +34,7 @@ REASONS = (
     "not named by the index",
     "draft model",
 )
-_NOT_EXPERT, _NOT_INDEXED, _DRAFT = 1, 2, 3
+NOT_EXPERT, _NOT_INDEXED, _DRAFT = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,18 +81,34 @@ class Catalog:
 
     def other_layers(self) -> list[int]:
         """Layers of the model without routed experts, ascending."""
-        found = {
-            layer
-            for name, own in zip(self.names, self.layer.tolist(), strict=True)
-            if own < 0
-            and name.startswith(f"{self.prefix}layers.")
-            and (layer := layer_of(name)) is not None
-        }
-        return sorted(found - set(self.expert_layers()))
+        stems = {family.pattern.partition("{layer}")[0] for family in self._families_used()}
+        any_stem = "|".join(map(re.escape, stems))
+        found = self._find_layers(rf"(?:{any_stem})(?P<layer>{NUMBER})(?![0-9]).*")
+        return sorted(found.keys() - set(self.expert_layers()))
+
+    def routers(self) -> dict[int, str]:
+        """Name of a router's tensor by layer, for layers without experts that any family knows."""
+        blocks = {f.pattern.partition(".experts.")[0] for f in self.families}
+        found: dict[int, str] = {}
+        for block in blocks:
+            layers = re.escape(block).replace(re.escape("{layer}"), f"(?P<layer>{NUMBER})")
+            found |= self._find_layers(rf"{layers}\.(?:gate|router)\..*")
+        return {layer: found[layer] for layer in sorted(found.keys() - set(self.expert_layers()))}
+
+    def _families_used(self) -> list[Family]:
+        used = np.unique(self.family[self.family >= 0]).tolist()
+        return [self.families[number] for number in used]
+
+    def _find_layers(self, below_prefix: str) -> dict[int, str]:
+        """A name by layer, of the tensors that are no experts and match below the prefix."""
+        pattern = re.compile(re.escape(self.prefix) + below_prefix, re.DOTALL)
+        rows = np.flatnonzero((self.layer < 0) & (self.reason == NOT_EXPERT)).tolist()
+        matches = (pattern.fullmatch(self.names[row]) for row in rows)
+        return {int(match["layer"]): match.string for match in matches if match is not None}
 
     def unknown_experts(self) -> list[str]:
         """Names with a component ``experts`` that no family knows and no reason covers."""
-        rows = np.flatnonzero((self.layer < 0) & (self.reason == _NOT_EXPERT))
+        rows = np.flatnonzero((self.layer < 0) & (self.reason == NOT_EXPERT))
         return [name for row in rows.tolist() if looks_like_expert(name := self.names[row])]
 
 
@@ -102,17 +119,11 @@ def build_catalog(
 
     Raises :class:`CheckpointError` where the experts lie under more than one prefix.
     """
-    shapes: list[tuple[int, ...]] = []
-    shape_ids: dict[tuple[int, ...], int] = {}
+    shapes: dict[tuple[int, ...], int] = {}
     names: list[str] = []
     columns: list[tuple[npt.NDArray[np.generic], ...]] = []
     for number, header in enumerate(headers):
-        ids = []
-        for shape in header.shapes:
-            if shape not in shape_ids:
-                shape_ids[shape] = len(shapes)
-                shapes.append(shape)
-            ids.append(shape_ids[shape])
+        ids = [shapes.setdefault(shape, len(shapes)) for shape in header.shapes]
         local = np.asarray(ids, np.int64)
         owned = (
             np.ones(len(header.names), bool)
@@ -140,7 +151,7 @@ def build_catalog(
     return Catalog(
         files=tuple(header.file for header in headers),
         names=names,
-        shapes=shapes,
+        shapes=list(shapes),
         parts=parsed.parts,
         prefix=prefix,
         families=parser.families,
@@ -188,7 +199,7 @@ def _parse(names: list[str], parser: NameParser, owned: npt.NDArray[np.generic])
             )
         )
     table = np.asarray(rows, np.int64).reshape(len(names), 6)
-    reason = np.where(table[:, 2] < 0, _NOT_EXPERT, 0)
+    reason = np.where(table[:, 2] < 0, NOT_EXPERT, 0)
     reason[~owned.astype(bool)] = _NOT_INDEXED
     table[reason == _NOT_INDEXED] = -1
     columns = [np.ascontiguousarray(table[:, column]) for column in range(1, 6)]

@@ -27,16 +27,14 @@ _ANY_LINEAR = "Linear"
 
 @dataclass(frozen=True)
 class Names:
-    """A list of module names: exact ones, and ``re:`` patterns joined into one expression."""
+    """A list of module names: exact ones, and ``re:`` patterns."""
 
     exact: frozenset[str]
-    patterns: re.Pattern[str] | None
+    patterns: tuple[re.Pattern[str], ...]
 
     def match(self, module: str) -> bool:
         """As the tool matches: equal, or ``re.match`` of a pattern."""
-        return module in self.exact or (
-            self.patterns is not None and self.patterns.match(module) is not None
-        )
+        return module in self.exact or any(one.match(module) for one in self.patterns)
 
 
 @dataclass(frozen=True)
@@ -62,22 +60,32 @@ class CompressedDialect:
         return frozenset((self.ignore.match(module),))
 
 
-def _names(entries: object) -> Names:
-    texts = [str(entry) for entry in entries] if isinstance(entries, list) else []
-    for text in texts:
+def _names(key: str, entries: object) -> Names:
+    if entries is not None and not isinstance(entries, list):
+        raise CheckpointError(
+            f"{key} of quantization_config is not a list of names",
+            file=CONFIG,
+            expected="a list or null",
+            found=repr(entries),
+        )
+    texts = [str(entry) for entry in entries or ()]
+    patterns = []
+    for text in (text for text in texts if text.startswith("re:")):
         try:
-            re.compile(text.removeprefix("re:") if text.startswith("re:") else "")
-        except re.error as error:
+            patterns.append(re.compile(text.removeprefix("re:")))
+        except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 "a pattern of quantization_config is no regular expression",
                 file=CONFIG,
                 expected="a regular expression behind re:",
                 found=f"{text!r} ({error})",
             ) from None
-    patterns = [text[3:] for text in texts if text.startswith("re:")]
-    # One alternation instead of a loop: ignore lists can name every layer.
-    joined = re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
-    return Names(frozenset(texts), joined)
+    # One alternation instead of a loop, since lists can name every layer; but groups are numbered
+    # and flags are set for a whole expression, so patterns that may use either stay alone.
+    alone = [one for one in patterns if one.groups or "(?" in one.pattern]
+    plain = [f"(?:{one.pattern})" for one in patterns if one not in alone]
+    joined = (re.compile("|".join(plain)),) if plain else ()
+    return Names(frozenset(texts), (*joined, *alone))
 
 
 def read_compressed(quantization: Mapping[str, Any]) -> CompressedDialect:
@@ -97,8 +105,8 @@ def read_compressed(quantization: Mapping[str, Any]) -> CompressedDialect:
             raise CheckpointError(
                 f"config group {name} is not an object", file=CONFIG, found=repr(group)[:80]
             )
-        read.append((_names(group.get("targets")), _scheme(group, top)))
-    return CompressedDialect(tuple(read), _names(quantization.get("ignore")))
+        read.append((_names("targets", group.get("targets")), _scheme(group, top)))
+    return CompressedDialect(tuple(read), _names("ignore", quantization.get("ignore")))
 
 
 def _scheme(group: Mapping[str, Any], top_format: object) -> Scheme | Unhandled:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from loader.errors import LoaderError
 
 # No leading zeros: two spellings of one number would be two sources for one slot.
-_NUMBER = "(0|[1-9][0-9]{0,8})"
+NUMBER = "(?:0|[1-9][0-9]{0,8})"
 
 PROJECTIONS = ("gate", "up", "down", "gate_up")
 GATE, UP, DOWN, GATE_UP = range(4)
@@ -44,8 +44,9 @@ class Family:
                 expected=f"distinct names for {sorted(wanted)}",
                 found=dict(self.projections),
             )
-        for field in ("{layer}", "{projection}"):
-            if self.pattern.count(field) != 1:
+        for field in ("{layer}", "{expert}", "{projection}"):
+            times = self.pattern.count(field)
+            if times != 1 and (times or field != "{expert}"):
                 raise LoaderError(
                     f"the pattern of family {self.name} is not valid",
                     expected=f"{field} exactly once",
@@ -55,10 +56,15 @@ class Family:
     def regex(self) -> str:
         """The pattern as a regular expression with unnamed groups: layer, (expert), projection."""
         text = re.escape(self.pattern)
-        text = text.replace(re.escape("{layer}"), _NUMBER)
-        text = text.replace(re.escape("{expert}"), _NUMBER)
+        text = text.replace(re.escape("{layer}"), f"({NUMBER})")
+        text = text.replace(re.escape("{expert}"), f"({NUMBER})")
         names = "|".join(re.escape(name) for name in self.projections.values())
         return text.replace(re.escape("{projection}"), f"({names})")
+
+    def module(self, layer: int, expert: int, projection: str) -> str:
+        """The module name below the prefix; ``expert`` is unused where experts are fused."""
+        text = self.pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        return text.replace("{projection}", self.projections[projection])
 
 
 _HF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -123,7 +129,7 @@ class NameParser:
         return None
 
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")
 
 
 def layer_of(name: str) -> int | None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from loader.checkpoint.awq import read_awq
 from loader.checkpoint.catalog import Catalog, build_catalog
 from loader.checkpoint.compressed import read_compressed
@@ -19,6 +21,7 @@ from loader.checkpoint.model import CONFIG, Model, read_model
 from loader.checkpoint.modelopt import QUANT_CONFIG, read_modelopt
 from loader.checkpoint.scheme import Dialect
 from loader.checkpoint.source import Source
+from loader.checkpoint.wording import shown_few, shown_ranges
 from loader.errors import CheckpointError, UnsupportedError
 
 _Reader = Callable[[Mapping[str, Any], Mapping[str, Any] | None], Dialect]
@@ -41,6 +44,31 @@ class Checkpoint:
     catalog: Catalog
     resolver: LayerResolver
 
+    def require_all_layers(self) -> None:
+        """Refuse a layer that has a router but no experts, or no tensor at all.
+
+        A dense layer has neither router nor experts. Raises :class:`CheckpointError`.
+        """
+        catalog, count = self.catalog, self.model.layers or 0
+        routers = {n: name for n, name in catalog.routers().items() if n < (count or n + 1)}
+        held = {*catalog.expert_layers(), *catalog.other_layers()}
+        # The count is the config's own claim: only a few of what is absent are looked for.
+        absent = [n for n in range(min(count, len(held) + 9)) if n not in held]
+        lost = sorted({*routers, *absent})
+        if not lost:
+            return
+        layer = lost[0]
+        what = f"a router, {routers[layer]}" if layer in routers else "no tensor of this layer"
+        more = f"; such layers: {shown_ranges(lost)}" if len(lost) > 1 else ""
+        raise CheckpointError(
+            "a layer of the model holds no experts and is no dense layer",
+            file=shown_few(catalog.files),
+            layer=layer,
+            tensor=routers.get(layer),
+            expected=f"{self.model.experts} experts, or a dense layer; layers=... leaves it out",
+            found=f"{what}, and no experts of any known family{more}",
+        )
+
 
 def open_checkpoint(source: Source, families: Iterable[Family] = FAMILIES) -> Checkpoint:
     """Read configs, index and headers.
@@ -62,6 +90,7 @@ def open_checkpoint(source: Source, families: Iterable[Family] = FAMILIES) -> Ch
     index = select_files(source)
     catalog = build_catalog(read_headers(source, index), index, families)
     _refuse_unknown_experts(catalog, model)
+    _refuse_too_many_experts(catalog, model)
     return Checkpoint(source, model, dialect, catalog, LayerResolver(catalog, model, dialect))
 
 
@@ -104,4 +133,20 @@ def _refuse_unknown_experts(catalog: Catalog, model: Model) -> None:
             file=catalog.files[0] if catalog.files else None,
             expected=f"{model.experts} experts in each MoE layer; pass family=... for other names",
             found=f"{found} known, and {len(names)} tensors such as {', '.join(names[:4])}",
+        )
+
+
+def _refuse_too_many_experts(catalog: Catalog, model: Model) -> None:
+    """The count is the config's own claim: it sizes nothing before the files bear it out."""
+    rows = np.flatnonzero(catalog.layer >= 0)
+    fused = np.unique(catalog.shape_id[rows[catalog.expert[rows] < 0]]).tolist()
+    leading = [shape[0] for n in fused if (shape := catalog.shapes[n]) and 0 not in shape]
+    most = max([len(rows), *leading])
+    if model.experts > most:
+        raise CheckpointError(
+            "the config declares more experts than the files can hold",
+            file=CONFIG,
+            layer=int(catalog.layer[rows[0]]),
+            expected=f"at most {most}, from {len(rows)} expert tensors",
+            found=f"{model.experts} experts",
         )

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from loader.checkpoint.catalog import Catalog, Ints
+from loader.checkpoint.family import PROJECTIONS
 from loader.checkpoint.header import DTYPES
 from loader.checkpoint.model import CONFIG, Model
 from loader.checkpoint.scheme import PLAIN, Dialect, Part, Scheme, Unhandled
 from loader.checkpoint.tables import LayerSource, TableReader, some_of
-from loader.errors import CheckpointError, UnsupportedError
+from loader.checkpoint.wording import shown_few
+from loader.errors import CheckpointError, LoaderError, UnsupportedError
 
 _FLOATS = ("BF16", "F16", "F32")
 _REFUSED_PARTS = {
@@ -52,7 +54,9 @@ class LayerResolver:
             families = [catalog.families[number].pattern for number in found]
             raise CheckpointError(
                 "one layer names its experts in more than one way",
+                file=self._files(rows),
                 layer=layer,
+                tensor=catalog.names[rows[catalog.family[rows] == found[1]][0]],
                 expected="one family",
                 found=" and ".join(families),
             )
@@ -60,10 +64,13 @@ class LayerResolver:
         experts = np.unique(catalog.expert[rows])
         beyond = experts[experts >= self.model.experts]
         if len(beyond):
+            first = rows[catalog.expert[rows] >= self.model.experts]
             raise CheckpointError(
                 "the file holds experts that the config does not declare",
+                file=self._files(first),
                 layer=layer,
                 experts=some_of(beyond),
+                tensor=catalog.names[first[0]],
                 expected=f"{self.model.experts} experts ({CONFIG})",
                 found=f"expert ids up to {int(experts[-1])}",
             )
@@ -95,6 +102,7 @@ class LayerResolver:
         if len(schemes) > 1:
             raise UnsupportedError(
                 "the experts of one layer are written in different formats",
+                file=CONFIG,
                 layer=layer,
                 expected="one format",
                 found="; ".join(f"{module}: {s.format}" for s, module in schemes.items()),
@@ -103,6 +111,7 @@ class LayerResolver:
         if isinstance(scheme, Unhandled):
             raise UnsupportedError(
                 "the experts of this layer are in a format that is not loaded",
+                file=self._files(rows),
                 layer=layer,
                 tensor=modules[0],
                 expected=scheme.expected,
@@ -114,33 +123,48 @@ class LayerResolver:
         """True where the file holds floating weights, False where it holds packed codes."""
         catalog = self.catalog
         weights = [n for n, part in enumerate(catalog.parts) if part in ("weight", "")]
-        candidates = rows[np.isin(catalog.part[rows], weights)]
-        if not len(candidates):
+        is_weight = np.isin(catalog.part[rows], weights)
+        is_float = np.isin(catalog.dtype[rows], [DTYPES.index(name) for name in _FLOATS])
+        plain = is_weight & is_float
+        if not plain.any():
             return False
-        floats = np.isin(catalog.dtype[candidates], [DTYPES.index(name) for name in _FLOATS])
-        if floats.all() == floats.any():
-            return bool(floats.all())
-        plain, packed = candidates[floats][0], candidates[~floats][0]
+        # Every projection of every expert must be in the same form, under whatever part names.
+        place = catalog.expert[rows] * len(PROJECTIONS) + catalog.projection[rows]
+        packed = ~np.isin(place, place[plain])
+        if not packed.any():
+            return True
+        first, other = rows[plain], rows[packed]
         raise CheckpointError(
             "some experts of one layer are quantized and some are not",
+            file=self._files(first),
             layer=layer,
-            tensor=catalog.names[plain],
-            expected=f"{DTYPES[catalog.dtype[packed]]} as {catalog.names[packed]}",
-            found=DTYPES[catalog.dtype[plain]],
+            experts=_experts(catalog.expert[first]),
+            tensor=catalog.names[first[0]],
+            expected=f"{DTYPES[catalog.dtype[other[0]]]} as {catalog.names[other[0]]}",
+            found=DTYPES[catalog.dtype[first[0]]],
         )
 
     def _agree_on_exclusion(self, layer: int, modules: Sequence[str], plain: bool) -> None:
         assert self.dialect is not None
-        for module in modules:
-            if plain not in self.dialect.excluded(module):
-                raise CheckpointError(
-                    "config and file disagree on whether the experts are quantized",
-                    file=CONFIG,
-                    layer=layer,
-                    tensor=module,
-                    expected="quantized experts" if plain else "experts excluded by the config",
-                    found=("unquantized" if plain else "quantized") + " weights in the file",
-                )
+        try:
+            wrong = [module for module in modules if plain not in self.dialect.excluded(module)]
+        except LoaderError as error:
+            raise error.at(layer=layer) from None
+        if wrong:
+            form = "unquantized" if plain else "quantized"
+            raise CheckpointError(
+                "config and file disagree on whether the experts are quantized",
+                file=CONFIG,
+                layer=layer,
+                tensor=wrong[0],
+                expected="quantized experts" if plain else "experts excluded by the config",
+                found=f"{form} weights in the file, {len(wrong)} such modules of {len(modules)}",
+            )
+
+    def _files(self, rows: Ints) -> str:
+        """The files that hold some tensors, for messages."""
+        files = self.catalog.files
+        return shown_few([files[number] for number in np.unique(self.catalog.file[rows]).tolist()])
 
     def _groups(
         self, layer: int, rows: Ints, scheme: Scheme
@@ -158,7 +182,12 @@ class LayerResolver:
                 self._refuse_part(layer, row, name, scheme)
             elif (projection, name) in found:
                 raise CheckpointError(
-                    "an expert tensor is spelled twice", layer=layer, tensor=catalog.names[row]
+                    "an expert tensor is spelled twice",
+                    file=self._files(rows[start:stop]),
+                    layer=layer,
+                    tensor=catalog.names[row],
+                    expected=f"{name} once",
+                    found="both spellings",
                 )
             else:
                 found[projection, name] = (part, rows[start:stop])
@@ -170,10 +199,16 @@ class LayerResolver:
             what or "an expert tensor is no part of the format",
             file=self.catalog.files[self.catalog.file[row]],
             layer=layer,
+            experts=_experts(self.catalog.expert[[row]]),
             tensor=self.catalog.names[row],
             expected=f"{scheme.format}: {', '.join(scheme.parts)}",
             found=name,
         )
+
+
+def _experts(ids: Ints) -> str | None:
+    """Expert ids for a message; None for fused experts, whose tensors hold all."""
+    return None if ids.min() < 0 else some_of(np.unique(ids))
 
 
 def _runs(keys: Ints) -> list[tuple[int, int]]:

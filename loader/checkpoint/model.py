@@ -11,7 +11,7 @@ from loader.errors import CheckpointError, UnsupportedError
 CONFIG = "config.json"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
-_DEFAULT_TOP_K = 8
+USUAL_TOP_K = 8
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def read_model(config: Mapping[str, Any]) -> Model:
         moe_intermediate_size=whole("moe_intermediate_size"),
         experts=experts,
         layers=whole("num_hidden_layers"),
-        top_k=min(whole(*_TOP_K) or _DEFAULT_TOP_K, experts),
+        top_k=min(whole(*_TOP_K) or USUAL_TOP_K, experts),
         activation=activation,
         quantization=_quantization(config, nested),
     )

@@ -37,9 +37,17 @@ class Excludes:
         )
 
 
-def _excludes(section: Mapping[str, Any]) -> Excludes:
-    listed = section.get("exclude_modules", section.get("ignore")) or ()
-    entries = tuple(str(entry) for entry in listed)
+def _excludes(file: str, section: Mapping[str, Any]) -> Excludes:
+    key = "exclude_modules" if "exclude_modules" in section else "ignore"
+    listed = section[key]
+    if listed is not None and not isinstance(listed, list):
+        raise CheckpointError(
+            f"{key} is not a list of names",
+            file=file,
+            expected="a list or null",
+            found=repr(listed),
+        )
+    entries = tuple(str(entry) for entry in listed or ())
     globs = [translate(entry) for entry in entries if any(mark in entry for mark in "*?[")]
     return Excludes(
         entries,
@@ -83,8 +91,9 @@ class ModelOptDialect:
         readings = list(by_file.values())
         if len(readings) == 2 and not readings[0] & readings[1]:
             raise CheckpointError(
-                f"the two quantization configs disagree on excluding {module}",
+                "the two quantization configs disagree on excluding a module",
                 file=" and ".join(by_file),
+                tensor=module,
                 expected="the same modules excluded in both",
                 found="; ".join(
                     f"{file}: {list(self.excludes[file].entries[:8])}" for file in by_file
@@ -112,23 +121,25 @@ def read_modelopt(
                 "no quantization section", file=QUANT_CONFIG, expected="an object", found=section
             )
         sections[QUANT_CONFIG] = section
-    if quantization is not None and quantization.get("quant_method") == "modelopt":
+    if quantization and quantization.get("quant_method", "modelopt") == "modelopt":
         sections[CONFIG] = quantization
-    algorithms = {file: section.get("quant_algo") for file, section in sections.items()}
-    if len(set(algorithms.values())) > 1:
+    # A file that names no algorithm leaves it to the other.
+    stated = {f: s["quant_algo"] for f, s in sections.items() if s.get("quant_algo") is not None}
+    algorithms = list(stated.values())
+    if any(other != algorithms[0] for other in algorithms[1:]):
         raise CheckpointError(
             "the two quantization configs disagree on the algorithm",
-            file=" and ".join(algorithms),
+            file=" and ".join(stated),
             expected="one quant_algo",
-            found=algorithms,
+            found=stated,
         )
-    file, section = next(iter(sections.items()))
-    algorithm = algorithms[file]
-    excludes = {name: _excludes(part) for name, part in sections.items() if _has_list(part)}
+    file = next(iter(stated or sections))
+    algorithm = stated.get(file)
+    excludes = {name: _excludes(name, part) for name, part in sections.items() if _has_list(part)}
     if algorithm == "MIXED_PRECISION":
         return ModelOptDialect(None, _per_module(sections), excludes)
-    _refuse_pre_quant_scale(file, section, algorithm)
-    return ModelOptDialect(_for_algorithm(algorithm, section), {}, excludes)
+    _refuse_pre_quant_scale(file, sections[file], algorithm)
+    return ModelOptDialect(_for_algorithm(algorithm, sections[file]), {}, excludes)
 
 
 def _has_list(section: Mapping[str, Any]) -> bool:
@@ -156,15 +167,30 @@ def _for_algorithm(algorithm: object, section: Mapping[str, Any]) -> Scheme | Un
 
 
 def _per_module(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Scheme | Unhandled]:
-    for section in sections.values():
-        layers = section.get("quantized_layers")
-        if isinstance(layers, Mapping):
-            return {
-                str(name): _for_algorithm(entry.get("quant_algo"), entry)
-                if isinstance(entry, Mapping)
-                else Unhandled(repr(entry))
-                for name, entry in layers.items()
-            }
+    maps = {
+        file: layers
+        for file, section in sections.items()
+        if isinstance(layers := section.get("quantized_layers"), Mapping)
+    }
+    found = list(maps.values())
+    if any(other != found[0] for other in found[1:]):
+        differ = sorted(
+            name for name in {*found[0], *found[1]} if found[0].get(name) != found[1].get(name)
+        )
+        raise CheckpointError(
+            "the two quantization configs disagree on quantized_layers",
+            file=" and ".join(maps),
+            tensor=differ[0],
+            expected="the same algorithms in both",
+            found="; ".join(f"{file}: {layers.get(differ[0])}" for file, layers in maps.items()),
+        )
+    for layers in found:
+        return {
+            str(name): _for_algorithm(entry.get("quant_algo"), entry)
+            if isinstance(entry, Mapping)
+            else Unhandled(repr(entry))
+            for name, entry in layers.items()
+        }
     raise CheckpointError(
         "MIXED_PRECISION without quantized_layers",
         file=" and ".join(sections),

@@ -12,7 +12,7 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,10 +39,12 @@ class Source(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What errors and reports call it."""
 
     @property
-    def folder(self) -> Path | None: ...
+    def folder(self) -> Path | None:
+        """The local folder, None where there is none."""
 
     def list(self) -> list[str]:
         """Names of the files, sorted."""
@@ -53,8 +55,13 @@ class Source(Protocol):
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fills the whole ``buffer`` from ``offset`` on, or raises CheckpointError."""
 
-    def descriptor(self, file: str) -> int | None:
-        """A descriptor that native readers may use until ``close``; None where there is none."""
+    @property
+    def lends_descriptors(self) -> bool:
+        """Whether :meth:`descriptor` can be used: the files are local."""
+        ...
+
+    def descriptor(self, file: str) -> AbstractContextManager[int]:
+        """A local descriptor for native readers, open inside the block."""
 
     def close(self) -> None:
         """Gives everything back; may be called again."""
@@ -109,11 +116,10 @@ def check_name(file: str) -> None:
 
 @dataclass
 class _Open:
-    """One open file. ``users`` counts reads in flight; a pinned one was handed to native code."""
+    """One open file. ``users`` counts reads in flight."""
 
     descriptor: int
     users: int = 0
-    pinned: bool = False
 
 
 class LocalSource:
@@ -193,18 +199,20 @@ class LocalSource:
             # Bytes read from a file that was written meanwhile are no one's checkpoint.
             self._check_identity(file, descriptor)
 
-    def descriptor(self, file: str) -> int | None:
-        """A descriptor of ``file`` for native readers, open until ``close``.
+    @property
+    def lends_descriptors(self) -> bool:
+        """True: the files are local."""
+        return True
 
-        None when one more of them would leave none for ``read_into``.
+    @contextmanager
+    def descriptor(self, file: str) -> Iterator[int]:
+        """A descriptor of ``file`` for native readers, open inside the block.
+
+        Raises CheckpointError at the end where the file was changed meanwhile.
         """
-        with self._using(file) as descriptor, self._freed:
-            entry = self._open[file]
-            pinned = sum(other.pinned for other in self._open.values())
-            if not entry.pinned and pinned >= self.max_descriptors - 1:
-                return None
-            entry.pinned = True
-            return descriptor
+        with self._using(file) as descriptor:
+            yield descriptor
+            self._check_identity(file, descriptor)
 
     def close(self) -> None:
         """Closes every descriptor, after the reads in flight have ended; may be called again."""
@@ -246,7 +254,7 @@ class LocalSource:
 
     def _close_idle(self) -> bool:
         for file, entry in self._open.items():
-            if not entry.users and not entry.pinned:
+            if not entry.users:
                 del self._open[file]
                 os.close(entry.descriptor)
                 return True

@@ -16,6 +16,7 @@ from loader.checkpoint.family import DOWN, GATE, GATE_UP, PROJECTIONS, UP
 from loader.checkpoint.header import DTYPES
 from loader.checkpoint.model import Model
 from loader.checkpoint.scheme import Arrangement, Part, Role, Scheme
+from loader.checkpoint.wording import shown_few
 from loader.errors import CheckpointError, LoaderError
 
 
@@ -66,6 +67,10 @@ class TableReader:
     fused: bool
 
     def read(self, groups: Mapping[tuple[int, str], tuple[Part, Ints]], reason: str) -> LayerSource:
+        """Tables of the layer from its rows by (projection, part); ``reason`` is its scheme's.
+
+        Raises :class:`CheckpointError` for missing tensors, wrong dtypes and shapes.
+        """
         projections = (GATE_UP, DOWN) if self.fused else (GATE, UP, DOWN)
         self._complete(groups, projections)
         hidden, intermediate = self._geometry(groups)
@@ -88,7 +93,7 @@ class TableReader:
         if zeros and zeros != set(projections):
             raise self._error(
                 "zero points are stored for some projections only",
-                groups[projections[0], next(iter(self.scheme.parts))][1][0],
+                groups[projections[0], next(iter(self.scheme.parts))][1][:1],
                 "all projections, or none",
                 ", ".join(PROJECTIONS[p] for p in sorted(zeros)),
             )
@@ -113,23 +118,48 @@ class TableReader:
     ) -> None:
         """Every projection has every required part of every expert, and no part of only some."""
         experts = 1 if self.fused else self.model.experts
+        missing: list[tuple[int, str, Ints]] = []
         for projection in projections:
             for name, part in self.scheme.parts.items():
                 entry = groups.get((projection, name))
                 rows = entry[1] if entry else np.zeros(0, np.int64)
                 if part.role is Role.UNUSED or (not part.required and not len(rows)):
                     continue
-                if len(rows) == experts:
-                    continue
-                ids = np.setdiff1d(np.arange(experts), self.catalog.expert[rows])
-                raise CheckpointError(
-                    f"{len(ids)} of {experts} experts have no {PROJECTIONS[projection]} {name}",
-                    layer=self.layer,
-                    experts=None if self.fused else some_of(ids),
-                    tensor=f"{PROJECTIONS[projection]}.{name}",
-                    expected=f"{experts} tensors" + (" (fused)" if self.fused else ""),
-                    found=len(rows),
-                )
+                if len(rows) != experts:
+                    ids = np.setdiff1d(np.arange(experts), self.catalog.expert[rows])
+                    missing.append((projection, name, ids))
+        if missing:
+            raise self._incomplete(groups, missing)
+
+    def _incomplete(
+        self,
+        groups: Mapping[tuple[int, str], tuple[Part, Ints]],
+        missing: Sequence[tuple[int, str, Ints]],
+    ) -> LoaderError:
+        """All missing tensors of the layer in one error."""
+        catalog = self.catalog
+        rows = np.concatenate([rows for _, rows in groups.values()])
+        family = catalog.families[int(catalog.family[rows[0]])]
+        projection, name, ids = missing[0]
+        module = family.module(self.layer, int(ids[0]), PROJECTIONS[projection])
+        every = np.unique(np.concatenate([ids for *_, ids in missing]))
+        lacking = [
+            f"no {PROJECTIONS[p]}.{part}" + ("" if self.fused else f" of experts {some_of(ids)}")
+            for p, part, ids in missing
+        ]
+        more = f"; {len(lacking) - 4} more parts alike" if len(lacking) > 4 else ""
+        files = [catalog.files[number] for number in np.unique(catalog.file[rows]).tolist()]
+        return CheckpointError(
+            f"expert tensors are missing ({sum(len(ids) for *_, ids in missing)})",
+            file=shown_few(files),
+            layer=self.layer,
+            experts=None if self.fused else some_of(every),
+            tensor=f"{catalog.prefix}{module}.{name}",
+            expected="one fused tensor of each part"
+            if self.fused
+            else f"every part of {self.model.experts} experts",
+            found="; ".join(lacking[:4]) + more,
+        )
 
     def _geometry(self, groups: Mapping[tuple[int, str], tuple[Part, Ints]]) -> tuple[int, int]:
         """Hidden and intermediate size: the config's where it states them, else the tensors'."""
@@ -142,7 +172,7 @@ class TableReader:
         if self.model.moe_intermediate_size is None and not self.fused and down["k"] != first["n"]:
             raise self._error(
                 "gate and down disagree on the intermediate size",
-                groups[DOWN, name][1][0],
+                groups[DOWN, name][1][:1],
                 f"{first['n']} input features",
                 f"{down['k']}",
             )
@@ -156,7 +186,7 @@ class TableReader:
         if len(shape) != len(arrangement.axes):
             raise self._error(
                 "the tensor has the wrong rank",
-                rows[0],
+                rows[:1],
                 f"{len(arrangement.axes) + self.fused} axes",
                 list(self.catalog.shapes[self.catalog.shape_id[rows[0]]]),
             )
@@ -175,25 +205,26 @@ class TableReader:
         """Check dtype and shape of all tensors of one part; None for zero points left empty."""
         catalog = self.catalog
         allowed = [DTYPES.index(dtype) for dtype in part.dtypes]
-        wrong = ~np.isin(catalog.dtype[rows], allowed) | (
-            catalog.dtype[rows] != catalog.dtype[rows[0]]
-        )
+        wrong = ~np.isin(catalog.dtype[rows], allowed)
+        if not wrong.any():
+            wrong = catalog.dtype[rows] != np.bincount(catalog.dtype[rows]).argmax()
         if wrong.any():
-            row = rows[np.flatnonzero(wrong)[0]]
             raise self._error(
                 f"{name} has the wrong dtype",
-                row,
+                rows[wrong],
                 " or ".join(part.dtypes) + ", one for the whole layer",
-                f"{DTYPES[catalog.dtype[row]]} in {int(wrong.sum())} tensors",
+                f"{DTYPES[catalog.dtype[rows[wrong][0]]]} in {int(wrong.sum())} tensors",
             )
-        if part.role in (Role.ZEROS_GN, Role.ZEROS_NG) and all(
-            0 in catalog.shapes[number] for number in np.unique(catalog.shape_id[rows])
-        ):
+        # Empty zero points are absent ones. An AWQ writer leaves those of a symmetric layer empty
+        # whatever the config says of the model; for others, only a symmetric config may.
+        may_be_empty = part.role is Role.ZEROS_GN or (
+            part.role is Role.ZEROS_NG and not part.required
+        )
+        if may_be_empty and all(0 in catalog.shapes[n] for n in np.unique(catalog.shape_id[rows])):
             return None
         shapes = self._expected_shapes(part, projection, sizes)
         good = [n for n, shape in enumerate(catalog.shapes) if shape in shapes]
         wrong = ~np.isin(catalog.shape_id[rows], good)
-        wrong |= catalog.shape_id[rows] != catalog.shape_id[rows[0]]
         if wrong.any():
             raise self._wrong_shape(name, part, rows[wrong], shapes, sizes)
         dtype = DTYPES[catalog.dtype[rows[0]]]
@@ -235,45 +266,59 @@ class TableReader:
         one = found[1:] if self.fused else found
         if part.arrangement and "g" in part.arrangement.axes and len(one) == 2:
             stored = one[part.arrangement.axes.index("g")]
-            hint = f" (group {-(-sizes['k'] // sizes['g'])} in the config, "
-            hint += f"{sizes['k'] / stored:g} in the file)" if stored else ")"
+            hint = f" (group {self._group(sizes)} in the config"
+            hint += f", {_group_of(sizes['k'], stored)} in the file)" if stored else ")"
         return self._error(
             f"{name} has the wrong shape",
-            rows[0],
+            rows,
             " or ".join(str(list(shape)) for shape in shapes[:3]) + hint,
-            f"{list(found)}" + (f" and {len(rows) - 1} more" if len(rows) > 1 else ""),
+            f"{list(found)}" + (f" and {len(rows) - 1} more tensors" if len(rows) > 1 else ""),
         )
+
+    def _group(self, sizes: Mapping[str, int]) -> int:
+        return sizes["k"] if self.scheme.group == -1 else self.scheme.group
 
     def _scale_dtypes(self, tables: Sequence[Table]) -> tuple[str, str]:
         """Dtype of the scales (of the weights, where plain) of W13 and of W2."""
         roles = (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8, Role.PLAIN_NK)
-        by_bank: list[dict[str, int]] = [{}, {}]
+        by_bank: list[dict[str, Ints]] = [{}, {}]
         for table in tables:
             if table.role in roles:
                 dtype = DTYPES[self.catalog.dtype[table.rows[0]]]
-                by_bank[table.projection == DOWN][dtype] = int(table.rows[0])
+                by_bank[table.projection == DOWN][dtype] = table.rows
         # e4m3 bytes stored as U8 are the same bytes
         names = [
             {
-                "F8_E4M3" if self.scheme.kind == "e2m1" else dtype: row
-                for dtype, row in found.items()
+                "F8_E4M3" if self.scheme.kind == "e2m1" else dtype: rows
+                for dtype, rows in found.items()
             }
             for found in by_bank
         ]
         if len(names[0]) > 1:
-            dtype, row = list(names[0].items())[1]
-            raise self._error("gate and up differ in scale dtype", row, next(iter(names[0])), dtype)
+            dtype, rows = list(names[0].items())[1]
+            raise self._error(
+                "gate and up differ in scale dtype", rows, next(iter(names[0])), dtype
+            )
         return next(iter(names[0])), next(iter(names[1]))
 
-    def _error(self, what: str, row: int, expected: object, found: object) -> CheckpointError:
+    def _error(self, what: str, rows: Ints, expected: object, found: object) -> CheckpointError:
+        """An error about the first of ``rows`` that names the experts of all."""
+        experts = np.unique(self.catalog.expert[rows])
         return CheckpointError(
             what,
-            file=self.catalog.files[self.catalog.file[row]],
+            file=self.catalog.files[self.catalog.file[rows[0]]],
             layer=self.layer,
-            tensor=self.catalog.names[row],
+            experts=None if self.fused else some_of(experts),
+            tensor=self.catalog.names[rows[0]],
             expected=expected,
             found=found,
         )
+
+
+def _group_of(k: int, groups: int) -> int:
+    """The group that cuts ``k`` into so many, as writers choose groups; for messages only."""
+    usual = (16, 32, 64, 128, 256, 512, 1024)
+    return next((size for size in usual if -(-k // size) == groups), -(-k // groups))
 
 
 def some_of(ids: Ints) -> str:

@@ -151,13 +151,13 @@ def _place(words: torch.Tensor, slot: int, column: int, k8: int, to: _Target) ->
 def _scales_gn(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
-    return _scales(subject, piece, block, piece.dest_row + first, 0, (first, 0), to)
+    return _scales(subject, piece, block, piece.dest_row + first, 0, to)
 
 
 def _scales_ng(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
-    return _scales(subject, piece, block.t(), 0, piece.dest_row + first, (0, first), to)
+    return _scales(subject, piece, block.t(), 0, piece.dest_row + first, to)
 
 
 def _scales(
@@ -166,16 +166,15 @@ def _scales(
     bits: torch.Tensor,
     group: int,
     column: int,
-    at: tuple[int, int],
     to: _Target,
 ) -> Findings:
     """Store 16-bit scales ``(groups, columns)``, given as int16 bits."""
     bits = bits.contiguous()
     values = bits.view(to.spec.scale_dtype).float()
-    findings = first_bad(subject, Kind.NONFINITE, ~values.isfinite(), bits, *at)
+    findings = first_bad(subject, Kind.NONFINITE, ~values.isfinite(), bits, group, column)
     if to.layer.checks_fp16:
         held = _held(values) & (values.half().float() == values) | ~values.isfinite()
-        findings += first_bad(subject, Kind.NOT_HELD, ~held, bits, *at)
+        findings += first_bad(subject, Kind.NOT_HELD, ~held, bits, group, column)
     if to.spec.layout == "compact":
         plane = to.tensors["scales"].view(torch.int16)
     else:
@@ -209,14 +208,14 @@ def _window(
 def _block_scales(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
-    values = block.t()
-    findings = first_bad(subject, Kind.NONFINITE, (values & 0x7F) == 0x7F, values, 0, first)
+    values, column = block.t(), piece.dest_row + first
+    findings = first_bad(subject, Kind.NONFINITE, (values & 0x7F) == 0x7F, values, 0, column)
     if to.spec.layout == "compact":
         plane = to.tensors["scales"]
     else:
         metadata = to.tensors["metadata"]
         plane = metadata.view(torch.uint8).view(*metadata.shape, 2)[..., 0]
-    _window(plane, piece.slot, 0, piece.dest_row + first, values, to)
+    _window(plane, piece.slot, 0, column, values, to)
     return findings
 
 

@@ -12,7 +12,8 @@ import torch
 
 FIELDS = ("subject", "kind", "count", "row", "column", "bits")
 """``subject``: descriptor index in ``write``; bank * experts + slot in ``finish``. ``count`` values
-are wrong; the first of them stands at (``row``, ``column``) with the raw ``bits``."""
+are wrong; the first of them stands at (``row``, ``column``) with the raw ``bits``: the group and
+the column of its projection on this card (in ``finish`` of its bank), for checks the index."""
 
 
 class Kind(IntEnum):

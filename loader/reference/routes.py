@@ -47,7 +47,7 @@ def moe(
     if tokens == 1 and routes[0]:
         _in_router_order(out, x, slots, topk_weights, layer, banks, product)
     else:
-        _by_expert(out, x, slots, topk_weights, layer, banks, product)
+        by_expert(out, x, slots, topk_weights, layer, banks, product)
 
 
 def local_slots(topk_ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _in_router_order(
     out.copy_(total)
 
 
-def _by_expert(
+def by_expert(
     out: torch.Tensor,
     x: torch.Tensor,
     slots: torch.Tensor,
@@ -164,8 +164,16 @@ LEGACY_SCRATCH_BYTES = 16 << 20
 """Most scratch that the reference ``legacy`` route asks for."""
 
 
-def scratch_bytes(layers: Sequence[LayerSpec]) -> int:
-    """fp32 scratch of the reference for a set of layers: one tile of the widest K at least."""
+def least_scratch_bytes(layer: LayerSpec) -> int:
+    """Scratch without which ``legacy`` cannot run a layer: one tile of its widest K, fp32."""
+    return max(TILE * bank.k * 4 for bank in layer.banks)
+
+
+def scratch_bytes(layers: Sequence[LayerSpec], tokens: int, top_k: int) -> int:
+    """fp32 scratch that ``legacy`` uses for a set of layers: one tile of the widest K at least.
+
+    The fast routes of the reference use none, whatever ``tokens`` and ``top_k``.
+    """
     most = 0
     for layer in layers:
         for bank in layer.banks:

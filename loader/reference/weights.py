@@ -63,6 +63,19 @@ def scale_and_zero(
     return scale, zero
 
 
+def _scale_and_bias(
+    bank: BankSpec, tensors: Tensors, at: Columns
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and fp16(-z * scale), both fp16 ``(G, columns)``, of an int4 bank."""
+    if bank.layout == "wide":
+        # As stored: a zero scale loses its zero point, and with it the sign of a zero bias.
+        metadata = tensors["metadata"][at.slot, :, at.first : at.last].contiguous()
+        halves = metadata.view(torch.float16).view(*metadata.shape, 2)
+        return halves[..., 0], halves[..., 1]
+    scale, zero = scale_and_zero(bank, tensors, at)
+    return scale.half(), fp16_bias(scale.half(), zero)
+
+
 def scaled_codes(bank: BankSpec, tensors: Tensors, at: Columns) -> ScaledCodes:
     """Codes and scales of an ``exact`` int4 bank or of an NVFP4 bank."""
     codes = _codes(bank, tensors, at)
@@ -96,10 +109,9 @@ def dequantize(bank: BankSpec, rounding: str, tensors: Tensors, at: Columns) -> 
         return tensors["weight"][at.slot, at.first : at.last].float()
     group = group_of_rows(bank)
     if bank.kind == "int4" and rounding == "fused_bias":
-        scale, zero = scale_and_zero(bank, tensors, at)
-        bias = fp16_bias(scale.half(), zero).float()[group]
+        scale, bias = _scale_and_bias(bank, tensors, at)
         # q * s + b is exact in fp64, so this rounds once, as an fp16 fma does.
-        exact = _codes(bank, tensors, at).double() * scale.double()[group] + bias.double()
+        exact = _codes(bank, tensors, at).double() * scale.double()[group] + bias.double()[group]
         return exact.half().float().t()
     parts = scaled_codes(bank, tensors, at)
     scale = parts.scale

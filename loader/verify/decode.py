@@ -54,7 +54,8 @@ class Decoder(Protocol):
     format: str
     shape: tuple[int, int]
 
-    def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64: ...
+    def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
+        """``(columns, rows) float64``: the weights that the checkpoint's own numbers mean."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,15 @@ class Parts:
     ref: ModuleRef
 
     def name(self, part: str) -> str:
+        """Full tensor name of one part."""
         return f"{self.ref.name}.{part}"
 
     def has(self, part: str) -> bool:
+        """Whether the checkpoint holds this part."""
         return part in self.checkpoint.modules.get(self.ref.name, ())
 
     def dtype(self, part: str) -> str:
+        """Dtype of one part as its header says."""
         return self.checkpoint.dtype(self.name(part))
 
     def bits(self, part: str, dtypes: tuple[str, ...], rank: int) -> Array:
@@ -100,6 +104,7 @@ class Parts:
             )
 
     def require_shape(self, part: str, array: Array, shape: tuple[int, ...]) -> None:
+        """Raise :class:`CheckpointError` for any other shape."""
         self.require(part, f"shape {list(shape)}", array.shape == shape, list(array.shape))
 
     def offset(self, total: int) -> tuple[int, int]:
@@ -153,6 +158,7 @@ class AwqGemm:
                 self._zeros = None
 
     def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
+        """See :class:`Decoder`."""
         column = columns + self._first
         word, nibble = column // 8, _AWQ_NIBBLE[column % 8]
         group = np.arange(rows.start, rows.stop) // self._group
@@ -184,6 +190,7 @@ class PackQuantized:
             parts.require_shape("weight_zero_point", self._zeros, (-(-n // 8), groups))
 
     def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
+        """See :class:`Decoder`."""
         column = columns + self._first
         row = np.arange(rows.start, rows.stop)
         group = row // self._group
@@ -229,6 +236,7 @@ class Nvfp4:
         self._global = np.float32(values[parts.ref.half or 0 if values.size == 2 else 0])
 
     def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
+        """See :class:`Decoder`."""
         column = columns + self._first
         row = np.arange(rows.start, rows.stop)
         code = (self._codes[column][:, row // 2] >> (4 * (row % 2)).astype(np.uint8)) & 15
@@ -262,6 +270,7 @@ class Plain:
         self.shape = (count, k)
 
     def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
+        """See :class:`Decoder`."""
         chosen = self._weight[torch.from_numpy(columns + self._first), rows]
         array: Float64 = chosen.double().numpy()
         return array

@@ -14,10 +14,12 @@ class ShardView(Protocol):
     """Which TP slice of every expert a card holds."""
 
     @property
-    def tp_rank(self) -> int: ...
+    def tp_rank(self) -> int:
+        """This card's slice."""
 
     @property
-    def tp_size(self) -> int: ...
+    def tp_size(self) -> int:
+        """Slices in all."""
 
 
 class LayerView(Protocol):
@@ -28,24 +30,31 @@ class LayerView(Protocol):
     """
 
     @property
-    def expert_ids(self) -> tuple[int, ...]: ...
+    def expert_ids(self) -> tuple[int, ...]:
+        """Global ids of the experts held, by slot."""
 
     @property
-    def shard(self) -> ShardView: ...
+    def shard(self) -> ShardView:
+        """The slice of each expert."""
 
     @property
-    def hidden_size(self) -> int: ...
+    def hidden_size(self) -> int:
+        """H."""
 
     @property
-    def intermediate_size(self) -> int: ...
+    def intermediate_size(self) -> int:
+        """I of this card's slice."""
 
     @property
-    def metadata_layout(self) -> str: ...
+    def metadata_layout(self) -> str:
+        """``wide``, ``record``, ``compact`` or ``plain``."""
 
     @property
-    def awq_rounding(self) -> str: ...
+    def awq_rounding(self) -> str:
+        """``exact`` or ``fused_bias``."""
 
-    def dequantize(self, expert_id: int, /) -> dict[str, torch.Tensor]: ...
+    def dequantize(self, expert_id: int, /) -> dict[str, torch.Tensor]:
+        """Weights fp32 of one expert, this card's slice."""
 
     def __call__(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, /

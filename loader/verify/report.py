@@ -41,6 +41,7 @@ class ForwardCase:
 
     @property
     def ok(self) -> bool:
+        """Within the bound."""
         return self.relative_error <= self.bound
 
     @property
@@ -81,6 +82,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Something was compared, and nothing differs."""
         faults = self.mismatch_count + self.problem_count + self.forward_failures
         return self.columns > 0 and faults == 0
 

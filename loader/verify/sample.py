@@ -67,6 +67,7 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
 
     def add_problem(self, sentence: str) -> None:
+        """Count one problem, and keep its sentence while there is room."""
         self.problem_count += 1
         if len(self.problems) < LISTED:
             self.problems.append(sentence)

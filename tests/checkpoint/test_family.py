@@ -1,0 +1,177 @@
+"""Families: names are parsed in full, and a family is data that can be turned round."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loader.checkpoint.family import (
+    DRAFT_PREFIXES,
+    FAMILIES,
+    PROJECTIONS,
+    Family,
+    NameParser,
+    layer_of,
+    looks_like_expert,
+)
+from loader.errors import LoaderError
+
+WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+SPELLED = [
+    ("model.layers.0.mlp.experts.0.gate_proj.qweight", 0, 0, "gate", "qweight"),
+    ("model.layers.61.mlp.experts.255.up_proj.weight_scale_2", 61, 255, "up", "weight_scale_2"),
+    ("layers.3.mlp.experts.7.down_proj.weight", 3, 7, "down", "weight"),
+    ("model.layers.1.block_sparse_moe.experts.2.w1.qweight", 1, 2, "gate", "qweight"),
+    ("model.layers.1.block_sparse_moe.experts.2.w2.scales", 1, 2, "down", "scales"),
+    ("model.layers.1.block_sparse_moe.experts.2.w3.qzeros", 1, 2, "up", "qzeros"),
+    ("model.layers.1.block_sparse_moe.experts.2.up_proj.weight", 1, 2, "up", "weight"),
+    ("model.layers.4.mlp.experts.gate_up_proj.weight_packed", 4, -1, "gate_up", "weight_packed"),
+    ("model.layers.4.mlp.experts.down_proj", 4, -1, "down", ""),
+    ("a.b.layers.2.block_sparse_moe.experts.gate_up_proj", 2, -1, "gate_up", ""),
+    ("model.layers.9.layers.2.mlp.experts.1.up_proj.weight", 2, 1, "up", "weight"),
+]
+
+
+@pytest.mark.parametrize("name, layer, expert, projection, part", SPELLED)
+def test_known_spellings(name: str, layer: int, expert: int, projection: str, part: str) -> None:
+    found = NameParser().parse(name)
+    assert found is not None
+    assert (found.layer, found.expert, PROJECTIONS[found.projection], found.part) == (
+        layer,
+        expert,
+        projection,
+        part,
+    )
+    assert name.startswith(found.prefix) and name[len(found.prefix) :].startswith("layers.")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.shared_expert.gate_proj.weight",
+        "model.layers.0.mlp.shared_experts.0.gate_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.experts.0.gate_proj.lora.weight",
+        "model.layers.0.mlp.experts.00.gate_proj.weight",
+        "model.layers.01.mlp.experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.-1.gate_proj.weight",
+        "model.layers.0.mlp.experts.0.gate_proj_2.weight",
+        "model.layers.0.mlp.experts.0.w1.weight",
+        "model.layers.0.block_sparse_moe.experts.0.w4.weight",
+        "model.layers.0.mlp.experts.0.gate_up_proj.weight",
+        "model.layers.0.mlp.experts.gate_proj.weight",
+        "model.layers.0.mlpXexperts.0.gate_proj.weight",
+        "modellayers.0.mlp.experts.0.gate_proj.weight",
+        "model.layers.0.mlp.experts.1234567890.gate_proj.weight",
+        "experts",
+        "",
+    ],
+)
+def test_what_is_no_expert(name: str) -> None:
+    assert NameParser().parse(name) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    family=st.integers(0, len(FAMILIES) - 1),
+    layer=st.integers(0, 999_999_999),
+    expert=st.integers(0, 999_999_999),
+    prefix=st.lists(st.from_regex(r"[^.\n]{1,8}", fullmatch=True), max_size=3),
+    part=st.from_regex(r"[^.]{0,12}", fullmatch=True),
+    data=st.data(),
+)
+def test_a_module_name_parses_back(
+    family: int, layer: int, expert: int, prefix: list[str], part: str, data: st.DataObject
+) -> None:
+    one = FAMILIES[family]
+    projection = data.draw(st.sampled_from(sorted(one.projections)))
+    start = "".join(f"{word}." for word in prefix)
+    name = start + one.module(layer, expert, projection) + (f".{part}" if part else "")
+    found = NameParser().parse(name)
+    assert found is not None
+    fused = "{expert}" not in one.pattern
+    assert found == (
+        start,
+        family,
+        layer,
+        -1 if fused else expert,
+        PROJECTIONS.index(projection),
+        part,
+    )
+
+
+def test_the_first_family_that_matches_wins() -> None:
+    """A pattern of the user's own stands before the known ones."""
+    swapped = {"gate": "up_proj", "up": "gate_proj", "down": "down_proj"}
+    own = Family("mine", "layers.{layer}.mlp.experts.{expert}.{projection}", swapped)
+    found = NameParser((own, *FAMILIES)).parse("model.layers.0.mlp.experts.1.up_proj.weight")
+    assert found is not None and found.family == 0 and PROJECTIONS[found.projection] == "gate"
+
+
+def test_a_pattern_is_text_and_no_expression() -> None:
+    own = Family("odd", "blocks.{layer}.m+e.(bank).{expert}.{projection}", WORDS)
+    parser = NameParser([own])
+    assert parser.keyword == ""
+    found = parser.parse("x.blocks.7.m+e.(bank).3.up_proj.weight")
+    assert found is not None and (found.layer, found.expert) == (7, 3)
+    assert parser.parse("x.blocks.7.mme.bank.3.up_proj.weight") is None
+    assert re.compile(own.regex()).groups == 3
+
+
+@pytest.mark.parametrize(
+    "pattern, projections",
+    [
+        ("layers.{layer}.experts.{expert}.{projection}", {"gate": "a", "up": "b"}),
+        ("layers.{layer}.experts.{expert}.{projection}", {"gate": "a", "up": "a", "down": "b"}),
+        ("layers.{layer}.experts.{projection}", WORDS),
+        ("layers.{layer}.experts.{expert}.{projection}", {"gate_up": "a", "down": "b"}),
+        ("layers.0.experts.{expert}.{projection}", WORDS),
+        ("layers.{layer}.{layer}.experts.{expert}.{projection}", WORDS),
+        ("layers.{layer}.experts.{expert}", WORDS),
+        ("layers.{layer}.{expert}.experts.{expert}.{projection}", WORDS),
+    ],
+)
+def test_a_family_that_cannot_be_is_refused(pattern: str, projections: dict[str, str]) -> None:
+    with pytest.raises(LoaderError) as caught:
+        Family("mine", pattern, projections)
+    assert "mine" in str(caught.value) and caught.value.expected and caught.value.found
+
+
+def test_gate_and_up_of_the_known_families() -> None:
+    """Spelled here again: w1 is gate and w3 is up, and gate_proj is gate."""
+    for family in FAMILIES:
+        words = dict(family.projections)
+        if "gate_up" in words:
+            assert words == {"gate_up": "gate_up_proj", "down": "down_proj"}
+        else:
+            assert words in (WORDS, {"gate": "w1", "up": "w3", "down": "w2"})
+
+
+@pytest.mark.parametrize(
+    "name, layer",
+    [
+        ("model.layers.12.mlp.gate.weight", 12),
+        ("layers.0.x", 0),
+        ("model.embed_tokens.weight", None),
+        ("model.sublayers.3.x", None),
+        ("model.layers.x.y", None),
+        ("model.layers." + "9" * 5000 + ".x", None),
+    ],
+)
+def test_the_layer_of_any_name(name: str, layer: int | None) -> None:
+    assert layer_of(name) == layer
+
+
+def test_what_looks_like_an_expert() -> None:
+    assert looks_like_expert("model.layers.0.ffn.experts.0.weird.weight")
+    assert looks_like_expert("experts.0") and looks_like_expert("a.experts")
+    assert not looks_like_expert("model.layers.0.mlp.shared_experts.up_proj.weight")
+    assert not looks_like_expert("model.experts_norm.weight")
+
+
+def test_draft_prefixes_end_where_layers_begin() -> None:
+    assert all(prefix.endswith(".") for prefix in DRAFT_PREFIXES)
