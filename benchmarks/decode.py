@@ -24,7 +24,7 @@ from loader.bank import BankSpec, LayerSpec
 from loader.converter import LayerBanks
 from loader.core import CORE, Core
 from loader.reference import routes
-from loader.table import render, table
+from loader.table import Table, render
 from loader.workspace import Workspace
 
 HIDDEN, INTERMEDIATE, TOP_K, EXPERTS = 4096, 1536, 8, 64
@@ -248,7 +248,7 @@ def main() -> None:
     columns = ["format", "code", "tokens", "experts", "ms", "GB/s", "read GB/s", "ratio"]
     sizes = f"H={HIDDEN} I={INTERMEDIATE} k={TOP_K}"
     title = f"Steps of {sizes} bf16, {core.threads} threads, median of {ROUNDS}"
-    print(render(table(title, columns, rows, ("format", "code"))))
+    print(render(Table(title, columns, rows, ("format", "code"))))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -34,7 +34,7 @@ import loader
 from loader.converter import ConversionCache, LayerBanks, LayerConverter
 from loader.layer_plan import LayerPlan
 from loader.pieces import descriptors_of
-from loader.table import render, table
+from loader.table import Table, render
 from loader.testing.checkpoint import PRESETS, tiny_checkpoint
 
 CHECKPOINTS = ("awq-1.2gb", "nvfp4-1.2gb", "experts-512")
@@ -194,7 +194,7 @@ def main() -> None:
     columns += ["usual GB/s", "tp4 / tp1 time", "plan ms"]
     title = f"Load, files in the page cache, {THREADS} threads, median of {options.rounds}"
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    print(render(table(title, columns, rows, ("checkpoint",)), versions))
+    print(render(Table(title, columns, rows, ("checkpoint",)), versions))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

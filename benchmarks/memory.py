@@ -87,7 +87,7 @@ def _usual(folder: str) -> list[list[Any]]:
             for one in pieces[pieces["slot"] == slot]:
                 own = one.reshape(1).copy()
                 own["slot"], own["offset"] = 0, 0
-                data = sources[int(one["tensor"])].view(torch.uint8).flatten()
+                data = sources[int(one["tensor"])].reshape(-1).view(torch.uint8)
                 converter = LayerConverter(banks, _Cache(cache))
                 converter.write(data, torch.from_numpy(descriptors_of(own)))
             LayerConverter(banks, _Cache(cache)).finish()
@@ -119,7 +119,7 @@ def main() -> None:
     if options.child:
         child(*options.child)
         return
-    from loader.table import render, table
+    from loader.table import Table, render
     from loader.testing.checkpoint import PRESETS as SETTINGS
     from loader.testing.checkpoint import tiny_checkpoint
 
@@ -153,7 +153,7 @@ def main() -> None:
     columns += ["predicted peak", "file peak", "one layer's source"]
     print(
         render(
-            table("Host memory in MiB above the baseline", columns, rows, ("checkpoint", "side"))
+            Table("Host memory in MiB above the baseline", columns, rows, ("checkpoint", "side"))
         )
     )
     if options.json:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
-_GAP = "  "
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -42,41 +40,40 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _drawn(table: Table, width: int) -> str:
-    cells = [table.columns, *([str(cell) for cell in row] for row in table.rows)]
-    words = [name in table.text for name in table.columns]
-    widths = _widths(cells, words, width)
-    lines = [table.title, ""]
-    for number, row in enumerate(cells):
-        blocks = [
-            _wrapped(cell, size).split("\n") if wraps else cell.split("\n")
-            for cell, size, wraps in zip(row, widths, words, strict=True)
+    # Imported here: a server that never prints a table does not pay for it.
+    import rich.table
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    grid = rich.table.Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False
+    )
+    columns = zip(table.columns, zip(table.columns, *table.rows, strict=True), strict=True)
+    for name, cells in columns:
+        words = name in table.text
+        # Words may wrap between words only, numbers never: a cell is at least its longest piece.
+        pieces = [
+            piece for cell in cells for piece in (str(cell).split() if words else [str(cell)])
         ]
-        for line in zip_longest(*blocks, fillvalue=""):
-            placed = [
-                text.ljust(size) if left else text.rjust(size)
-                for text, size, left in zip(line, widths, words, strict=True)
-            ]
-            lines.append(f" {_GAP.join(placed)}".rstrip())
-        if number == 0:
-            lines.append(" " + "─" * (sum(widths) + len(_GAP) * (len(widths) - 1)))
-    return "\n".join(lines)
-
-
-def _widths(cells: Sequence[Sequence[str]], words: Sequence[bool], width: int) -> list[int]:
-    """Width of each column: what it holds, and less where words wrap to fit the whole."""
-    columns = list(zip(*cells, strict=True))
-    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    least = [
-        max(len(word) for cell in column for word in cell.split() or [""]) if wraps else size
-        for column, wraps, size in zip(columns, words, widths, strict=True)
-    ]
-    room = width - 1 - len(_GAP) * (len(widths) - 1)
-    while sum(widths) > room:
-        spare = [size if size > low else 0 for size, low in zip(widths, least, strict=True)]
-        if not any(spare):
-            break
-        widths[spare.index(max(spare))] -= 1
-    return widths
+        least = max((len(line) for piece in pieces for line in piece.split("\n")), default=1)
+        grid.add_column(
+            Text(name),
+            justify="left" if words else "right",
+            no_wrap=not words,
+            min_width=max(least, 1),
+        )
+    for row in table.rows:
+        grid.add_row(*(Text(str(cell)) for cell in row))
+    # Wide enough to measure what cannot be broken, then as wide as asked or as that needs.
+    console = Console(width=1 << 16, color_system=None, legacy_windows=False)
+    needed = Measurement.get(console, console.options, grid).minimum
+    console.width = max(width, needed)
+    with console.capture() as drawn:
+        console.print(grid)
+    lines = [line.rstrip() for line in drawn.get().splitlines()]
+    return "\n".join([table.title, "", *lines])
 
 
 def human_bytes(count: int | float | None) -> str:

@@ -69,10 +69,10 @@ def test_the_route_of_a_token_count(checkpoint: TinyCheckpoint) -> None:
 def test_steps_as_text_and_as_values() -> None:
     steps = [Step(1, "qpn_m1", "reference", 0.0012345), Step(64, "legacy", "reference", 1.5)]
     assert bench_text(steps).splitlines()[2:] == [
-        " tokens  route   code       ms a layer",
-        " ─────────────────────────────────────",
-        "      1  qpn_m1  reference       1.234",
-        "     64  legacy  reference    1500.000",
+        "tokens  route   code       ms a layer",
+        "─────────────────────────────────────",
+        "     1  qpn_m1  reference       1.234",
+        "    64  legacy  reference    1500.000",
     ]
     assert bench_dict(steps)[0] == {
         "tokens": 1,

@@ -248,8 +248,8 @@ def test_a_file_that_changes_between_two_reads(
         pytest.raises(CheckpointError, match="changed while loading") as caught,
     ):
         loader.load(source, observers=[change])
-    # What was read ahead before the change is still what it was.
-    assert caught.value.layer == (1 if way == "direct" else 2)
+    # What had been read ahead of the change by then is still what it was.
+    assert caught.value.layer in ((1,) if way == "direct" else (1, 2))
 
 
 def test_a_file_that_is_replaced_by_another_is_not_read(tmp_path: Path) -> None:

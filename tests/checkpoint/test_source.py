@@ -134,7 +134,7 @@ def test_unsafe_names_are_refused_before_any_open(
 ) -> None:
     opened: list[object] = []
     monkeypatch.setattr(source_module.os, "open", lambda *args: opened.append(args))
-    for use in (check_name, source.size, source.descriptor):
+    for use in (check_name, source.size, lambda file: source.descriptor(file).__enter__()):
         with pytest.raises(CheckpointError, match="unsafe file name") as caught:
             use(name)
         assert UNSAFE[name] in caught.value.what

@@ -103,18 +103,29 @@ def test_bound_is_a_quarter_of_the_limit(folder: Path, monkeypatch: pytest.Monke
             assert source.max_descriptors == bound
 
 
-def test_pinned_descriptors_stay_open(folder: Path) -> None:
+def test_lent_descriptors_stay_open_while_lent(folder: Path) -> None:
     with LocalSource(folder, descriptors=3) as source:
-        pinned = {name: source.descriptor(name) for name in ("f0", "f1")}
-        assert source.descriptor("f0") == pinned["f0"]
-        assert source.descriptor("f2") is None  # one is left for reads
-        for i in range(10):
+        with source.descriptor("f0") as first, source.descriptor("f1") as second:
+            with source.descriptor("f0") as again:
+                assert again == first
+            for i in range(10):
+                read_bytes(source, f"f{i}", 0, 10)
+            assert len(open_below(folder)) == 3
+            for name, descriptor in (("f0", first), ("f1", second)):
+                assert os.pread(descriptor, 5, 2) == (folder / name).read_bytes()[2:7]
+        for i in range(2, 10):
             read_bytes(source, f"f{i}", 0, 10)
-        assert len(open_below(folder)) == 3
-        for name, descriptor in pinned.items():
-            assert descriptor is not None
-            assert os.pread(descriptor, 5, 2) == (folder / name).read_bytes()[2:7]
+        assert {Path(path).name for path in open_below(folder)} == {"f7", "f8", "f9"}
     assert open_below(folder) == []
+
+
+def test_a_file_that_changes_while_its_descriptor_is_lent_is_refused(folder: Path) -> None:
+    with (
+        LocalSource(folder) as source,
+        pytest.raises(CheckpointError, match="changed while loading"),
+        source.descriptor("f0"),
+    ):
+        os.truncate(folder / "f0", 10)
 
 
 def test_threads_share_few_descriptors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +244,7 @@ def test_a_resized_file_is_refused(source: LocalSource, folder: Path, size: int)
     for use in (
         lambda: read_bytes(source, "f0", 0, 5),
         lambda: source.size("f0"),
-        lambda: source.descriptor("f0"),
+        lambda: source.descriptor("f0").__enter__(),
     ):
         with pytest.raises(CheckpointError, match="changed while loading") as caught:
             use()
