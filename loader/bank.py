@@ -18,7 +18,7 @@ belongs to group ``(phase + k) // group``. ``TENSORS`` below names the tensors o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -242,6 +242,21 @@ def _layer_spec(numbers: tuple[int, ...]) -> LayerSpec:
 
     rounding = "fused_bias" if numbers[0] else "exact"
     return LayerSpec(bank(numbers[1:11]), bank(numbers[11:21]), rounding)
+
+
+Tensors = dict[str, torch.Tensor]
+"""Tensors of one bank by name."""
+
+
+def named(spec: BankSpec, tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Bank tensors by name, from the order of ``BankSpec.tensors``."""
+    return {t.name: tensor for t, tensor in zip(spec.tensors(), tensors, strict=True)}
+
+
+def split_banks(layer: LayerSpec, banks: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
+    """The flat list that operators take, as tensors by name for W13 and for W2."""
+    count = len(layer.w13.tensors())
+    return named(layer.w13, banks[:count]), named(layer.w2, banks[count:])
 
 
 def check_group(group: int, layer: int | None = None) -> None:

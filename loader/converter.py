@@ -13,9 +13,8 @@ from typing import TypeVar
 import torch
 
 from loader import memory, native
-from loader.bank import LayerSpec, initialise
+from loader.bank import LayerSpec, initialise, named
 from loader.errors import ConversionError, LoaderError
-from loader.reference.convert import named
 
 CACHE_GLOBALS = 3
 """fp32 numbers that each expert keeps in the conversion cache: globals of gate, up, down."""

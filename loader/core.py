@@ -2,13 +2,12 @@
 
 The library is plain C++ behind a C interface: it links no PyTorch and no Python, so that one build
 serves every PyTorch, and calls release the GIL. Where it was not built, ``CORE`` is None and the
-reference serves; that is said once, in the log.
+reference serves; ``WHY_NO_CORE`` says why, and a load logs it once.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -19,7 +18,6 @@ import torch
 from loader.errors import CheckpointError
 from loader.reference.findings import FIELDS
 
-_LOG = logging.getLogger(__name__)
 _LIBRARY = "_core"
 _LAYER_NUMBERS = 21
 _FINDINGS_EACH = 2
@@ -311,21 +309,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def find_core() -> Core | None:
-    """Load the library from beside this file; None, with one line in the log, where it is not."""
+def find_core() -> tuple[Core | None, str]:
+    """The library from beside this file; or None, and why the reference serves instead."""
     here = Path(__file__).parent
     for suffix in (*EXTENSION_SUFFIXES, ".so"):
         path = here / f"{_LIBRARY}{suffix}"
         if path.exists():
             try:
-                return Core(path)
+                return Core(path), ""
             except OSError as error:
-                _LOG.warning("the native core cannot be used, the reference serves: %s", error)
-                return None
-    _LOG.warning(
-        "the native core was not built, the reference serves: expected %s", here / _LIBRARY
-    )
-    return None
+                return None, f"the native core cannot be used: {error}"
+    return None, f"the native core was not built: there is no {here / _LIBRARY}*"
 
 
-CORE = find_core()
+CORE, WHY_NO_CORE = find_core()

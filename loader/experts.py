@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from loader import native
-from loader.bank import LayerSpec
+from loader.bank import LayerSpec, split_banks
 from loader.errors import LifecycleError, LoaderError
 from loader.policy import ResolvedPolicy
-from loader.reference.convert import split_banks
 from loader.reference.weights import Columns, dequantize
 from loader.report import LoadReport
 from loader.route import RouteRange, limits

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from loader.bank import TILE, BankSpec, LayerSpec, layer_spec_from_ints
+from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints
 from loader.core import Core
 from loader.reference import routes as reference
-from loader.reference.convert import Tensors
 
 
 class HostRoutes:

@@ -7,17 +7,21 @@ implementation is refused, never served by another.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from loader.bank import LayerSpec
-from loader.core import CORE
+from loader.core import CORE, WHY_NO_CORE
 from loader.host import HostRoutes
 from loader.reference import TEMPORARY_BYTES, convert, routes
 from loader.reference.findings import FIELDS
+
+_LOG = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("qpn", "DEF")
 _LIBRARY.define(
@@ -122,6 +126,13 @@ _SERVING: dict[str, Implementation] = {"cpu": HOST or REFERENCE}
 def implementation_for(device: torch.device) -> Implementation | None:
     """The implementation that serves a device, or None where nothing does."""
     return _SERVING.get(device.type)
+
+
+@cache
+def log_missing_core() -> None:
+    """Say once for a process that, and why, the reference serves the host."""
+    if CORE is None:
+        _LOG.warning("the reference serves the host: %s", WHY_NO_CORE)
 
 
 @contextmanager

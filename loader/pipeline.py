@@ -18,6 +18,7 @@ from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarde
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
 from loader.layer_plan import LayerPlan
 from loader.lifecycle import Lifecycle, Observer
+from loader.native import log_missing_core
 from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
 from loader.report import LayerMeasured, LoadReport, MemoryMeasured
@@ -251,6 +252,7 @@ class _Load:
 
     def _log_routes(self) -> None:
         """One warning for each distinct reason that a fast route was not admitted."""
+        log_missing_core()
         reasons: dict[str, list[int]] = {}
         for layer in self.plan.layers:
             for fast, route in zip(FAST_ROUTES, layer.routes, strict=False):

@@ -19,9 +19,7 @@ PACKAGE = REPOSITORY / "loader"
 
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_A_FUNCTION = 60
-LONG_FILES = {
-    "reference.convert": "`write` and the closing pass share the places where metadata is parked",
-}
+LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 
 #: Data flows down this list, and so do imports: a module imports only from modules above it.
@@ -33,7 +31,8 @@ LAYERS = (
     "checkpoint.awq checkpoint.compressed checkpoint.modelopt",
     "checkpoint.catalog checkpoint.tables checkpoint.layers checkpoint.folder",
     "bank",
-    "reference reference.findings reference.convert reference.weights reference.routes",
+    "reference reference.findings reference.closing reference.convert",
+    "reference.weights reference.routes",
     "core host native memory converter",
     "pieces chunks",
     "route layer_choice layer_plan render plan report",

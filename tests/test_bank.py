@@ -18,6 +18,7 @@ from loader.bank import (
     group_of_rows,
     initialise,
     layer_spec_from_ints,
+    named,
     pack_codes,
     pack_rows,
     pack_zeros,
@@ -26,7 +27,6 @@ from loader.bank import (
 )
 from loader.converter import LayerBanks
 from loader.errors import UnsupportedError
-from loader.reference.convert import named
 
 CPU = torch.device("cpu")
 SIZES = st.integers(1, 75)

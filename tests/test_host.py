@@ -10,10 +10,10 @@ import torch
 
 import loader
 from loader import native
+from loader.bank import split_banks
 from loader.core import CORE
 from loader.experts import PreparedExperts
 from loader.reference import routes, weights
-from loader.reference.convert import split_banks
 from loader.testing.checkpoint import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core was not built")

@@ -25,7 +25,7 @@ CONTENT = {
     name: bytes(np.random.default_rng(seed).integers(0, 256, 1 << 16, np.uint8))
     for seed, name in enumerate(FILES)
 }
-PATIENCE = 30.0
+PATIENCE = 300.0
 """Seconds until a test gives up on an event that must come; never waited out in a good run."""
 
 

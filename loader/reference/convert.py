@@ -19,19 +19,22 @@ from loader.bank import (
     TILE,
     BankSpec,
     LayerSpec,
+    Tensors,
     layer_spec_from_ints,
     pack_rows,
+    split_banks,
 )
 from loader.checkpoint.scheme import Role
 from loader.reference import BLOCK_BYTES
+from loader.reference.closing import finish, held
 from loader.reference.findings import Kind, first_bad, table
 
 # Nibble that holds column 8 j + m of an AWQ word: the reverse of the tools' 0, 2, 4, 6, 1, 3, 5, 7.
 _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
-_FP16_SMALLEST_NORMAL = 2.0**-14
 
-Tensors = dict[str, torch.Tensor]
 Findings = list[list[int]]
+
+__all__ = ["finish", "write"]
 
 
 class _Descriptor(NamedTuple):
@@ -57,17 +60,6 @@ class _Target(NamedTuple):
     tensors: Tensors
     cache: torch.Tensor
     parity: int
-
-
-def named(spec: BankSpec, tensors: Sequence[torch.Tensor]) -> Tensors:
-    """Bank tensors by name, from the order of ``BankSpec.tensors``."""
-    return {t.name: tensor for t, tensor in zip(spec.tensors(), tensors, strict=True)}
-
-
-def split_banks(layer: LayerSpec, banks: Sequence[torch.Tensor]) -> tuple[Tensors, Tensors]:
-    """The flat list that operators take, as tensors by name for W13 and for W2."""
-    count = len(layer.w13.tensors())
-    return named(layer.w13, banks[:count]), named(layer.w2, banks[count:])
 
 
 def write(
@@ -173,8 +165,8 @@ def _scales(
     values = bits.view(to.spec.scale_dtype).float()
     findings = first_bad(subject, Kind.NONFINITE, ~values.isfinite(), bits, group, column)
     if to.layer.checks_fp16:
-        held = _held(values) & (values.half().float() == values) | ~values.isfinite()
-        findings += first_bad(subject, Kind.NOT_HELD, ~held, bits, group, column)
+        exact = held(values) & (values.half().float() == values) | ~values.isfinite()
+        findings += first_bad(subject, Kind.NOT_HELD, ~exact, bits, group, column)
     if to.spec.layout == "compact":
         plane = to.tensors["scales"].view(torch.int16)
     else:
@@ -187,12 +179,6 @@ def _scales(
             plane = metadata.view(torch.int16).view(*metadata.shape, 2)[..., 0]
     _window(plane, piece.slot, group, column, bits, to)
     return findings
-
-
-def _held(values: torch.Tensor) -> torch.Tensor:
-    """True where fp16 holds a value without flushing it (DESIGN section 4)."""
-    size = values.abs()
-    return (values == 0) | ((size >= _FP16_SMALLEST_NORMAL) & values.half().isfinite())
 
 
 def _window(
@@ -315,71 +301,3 @@ _ROLES: dict[int, tuple[_Convert, Callable[[int], int], torch.dtype]] = {
     Role.CHECK_GROUPS: (_group_index, lambda cols: cols * 4, torch.int32),
     Role.PLAIN_NK: (_plain, lambda cols: cols * 2, torch.int16),
 }
-
-
-def finish(banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]) -> torch.Tensor:
-    """Complete the metadata of one layer after its last ``write``; findings as in ``write``."""
-    layer = layer_spec_from_ints(spec)
-    findings: Findings = []
-    for number, (bank, tensors) in enumerate(
-        zip(layer.banks, split_banks(layer, banks), strict=True)
-    ):
-        for slot in range(bank.experts):
-            one = {name: tensor[slot] for name, tensor in tensors.items()}
-            subject = number * bank.experts + slot
-            if bank.kind == "int4":
-                findings += _finish_int4(subject, bank, one, layer.checks_fp16)
-            elif bank.kind == "e2m1" and bank.layout == "wide":
-                scale = cache[slot, :2] if bank.projections == 2 else cache[slot, 2:]
-                findings += _finish_wide_e2m1(subject, bank, one["metadata"], scale)
-    return table(findings)
-
-
-def _finish_int4(subject: int, bank: BankSpec, one: Tensors, checks_fp16: bool) -> Findings:
-    if bank.layout == "compact" and bank.projections == 2:
-        packed = one["zeros"][:, : bank.n // 2]
-        both = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
-        packed.copy_(both[:, : bank.columns] | (both[:, bank.columns :] << 4))
-    if not checks_fp16:
-        return []
-    scale, zero = _scale_and_zero(bank, one)
-    scale, zero = scale[:, : bank.n], zero[:, : bank.n]
-    bias = fp16_bias(scale, zero)
-    if bank.layout == "wide":
-        halves = one["metadata"].view(torch.int16).view(*one["metadata"].shape, 2)
-        halves[:, : bank.n, 1] = bias.view(torch.int16)
-    bad = ~bias.isfinite() & scale.isfinite()
-    return first_bad(subject, Kind.NOT_HELD, bad, scale.contiguous().view(torch.int16))
-
-
-def fp16_bias(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """fp16(-z * scale) of fp16 scales: the fp32 product of 4 and 11 bits is exact, rounded once."""
-    return ((0 - zero.float()) * scale.float()).half()
-
-
-def _scale_and_zero(bank: BankSpec, one: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales fp16 and zero points uint8, both ``(groups, Np)``, before ``wide`` has its bias."""
-    if bank.layout == "compact":
-        packed = one["zeros"]
-        zero = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
-        return one["scales"].half(), zero
-    metadata = one["metadata"]
-    if bank.layout == "record":
-        scale = metadata[..., :2].contiguous().view(torch.float16).squeeze(-1)
-        return scale, metadata[..., 2]
-    halves = metadata.view(torch.int16).view(*metadata.shape, 2)
-    zero = ((metadata >> 16) & 0xFF).to(torch.uint8)
-    return halves[..., 0].contiguous().view(torch.float16), zero
-
-
-def _finish_wide_e2m1(
-    subject: int, bank: BankSpec, metadata: torch.Tensor, scale: torch.Tensor
-) -> Findings:
-    columns = metadata[:, : bank.n]
-    codes = metadata.view(torch.uint8).view(*metadata.shape, 2)[:, : bank.n, 0]
-    block = codes.contiguous().view(torch.float8_e4m3fn).float()
-    whole = scale.repeat(bank.columns)
-    value = block / whole if bank.global_sense == "divisor" else block * whole
-    bad = ~_held(value)
-    columns.copy_(value.half())
-    return first_bad(subject, Kind.NOT_HELD, bad, value.view(torch.int32))

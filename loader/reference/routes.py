@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from loader.bank import TILE, BankSpec, LayerSpec, layer_spec_from_ints
-from loader.reference.convert import Tensors, split_banks
+from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints, split_banks
 from loader.reference.weights import Columns, dequantize, scaled_codes
 
 _TEMPORARY_FLOATS = 1 << 21

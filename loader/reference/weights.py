@@ -10,11 +10,12 @@ from loader.bank import (
     E2M1_VALUES,
     TILE,
     BankSpec,
+    Tensors,
     group_of_rows,
     unpack_codes,
     unpack_zeros,
 )
-from loader.reference.convert import Tensors, fp16_bias
+from loader.reference.closing import fp16_bias
 
 
 class Columns(NamedTuple):
