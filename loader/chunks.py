@@ -65,7 +65,8 @@ def build_chunks(pieces: Pieces, limit: int) -> list[Chunk]:
         place = -(-used // ALIGNMENT) * ALIGNMENT + begin % ALIGNMENT
         run_end = int(run_ends[at])
         stop = at + int(np.searchsorted(ends[at:run_end], begin + limit - place, side="right"))
-        if stop == at:
+        lone = stop == at
+        if lone:
             # A lone piece of nearly the whole buffer may not afford its alignment.
             if reads:
                 chunks.append(_close(pieces, start, at, reads))
@@ -76,7 +77,7 @@ def build_chunks(pieces: Pieces, limit: int) -> list[Chunk]:
         reads.append(Read(int(pieces["file"][at]), begin, length, place))
         pieces["offset"][at:stop] = place + begins[at:stop] - begin
         at, used = stop, place + length
-        if at < run_end:
+        if lone or at < run_end:
             chunks.append(_close(pieces, start, at, reads))
             reads, start, used = [], at, 0
     if reads:

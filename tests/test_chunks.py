@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loader.chunks import ALIGNMENT, GAP_BYTES, Chunk, build_chunks
@@ -78,6 +78,7 @@ def test_every_piece_is_where_its_descriptor_says(
 
 
 @given(layouts(), st.integers(0, 9000))
+@example([(0, 8, 58), (0, 8, 58), (1, 0, 1), (1, 0, 1), (2, 0, 1), (2, 0, 1)], 7)
 @settings(max_examples=200, deadline=None)
 def test_reads_hold_small_gaps_only_and_keep_alignment(
     spans: list[tuple[int, int, int]], more: int

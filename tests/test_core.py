@@ -312,3 +312,16 @@ def test_a_child_process_makes_its_own_threads() -> None:
         core().finish(banks.tensors, torch.empty((0, 3)), spec.to_ints())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_words_off_their_boundary_are_refused() -> None:
+    spec = small_layer()
+    banks = LayerBanks.allocate(spec, HOST, None)
+    weight = banks.tensors[0]
+    shifted = torch.empty(weight.nbytes // 4 + 1, dtype=torch.int32)[1:].view(weight.shape)
+    if shifted.data_ptr() % 32 == 0:
+        shifted = torch.empty(weight.nbytes // 4 + 2, dtype=torch.int32)[2:].view(weight.shape)
+    chunk = torch.zeros(1024, dtype=torch.uint8)
+    tensors = [shifted, *banks.tensors[1:]]
+    with pytest.raises(ValueError, match="32-byte boundary"):
+        core().write(chunk, descriptor(), tensors, torch.empty((0, 3)), spec.to_ints())

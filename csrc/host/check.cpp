@@ -85,6 +85,9 @@ std::string check_layer(const Layer& layer, bool converts) {
         const bool even = bank.columns() % 2 == 0;
         if (bank.kind == kInt4 && bank.layout == kCompact && !even)
             return "packed zero points need an even number of columns";
+        // Words are stored past the cache in pieces of 32 bytes.
+        if (bank.kind != kPlain && reinterpret_cast<uintptr_t>(bank.tensor[0]) % 32)
+            return "weight words do not start on a 32-byte boundary";
         for (int t = 0; t < bank.tensors(); ++t)
             if (bank.tensor[t] == nullptr || bank.bytes[t] != plane_bytes(bank, t))
                 return "a bank tensor does not have the bytes of its layout";
