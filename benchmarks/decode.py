@@ -184,6 +184,27 @@ def dequantize_seconds(core: Core, banks: LayerBanks) -> float:
     return median(timed(run, 3))
 
 
+def as_text(results: list[dict[str, Any]], threads: int) -> str:
+    """The results as a table."""
+    rows = [
+        (
+            r["format"],
+            r["isa"],
+            r["tokens"],
+            r["experts"],
+            f"{r['ms']:.2f}",
+            f"{r['gb_per_s']:.2f}",
+            f"{r['read_gb_per_s']:.2f}",
+            f"{r['gb_per_s'] / r['read_gb_per_s']:.2f}",
+        )
+        for r in results
+    ]
+    columns = ["format", "code", "tokens", "experts", "ms", "GB/s", "read GB/s", "ratio"]
+    sizes = f"H={HIDDEN} I={INTERMEDIATE} k={TOP_K}"
+    title = f"Steps of {sizes} bf16, {threads} threads, median of {ROUNDS}"
+    return render(Table(title, columns, rows, ("format", "code")))
+
+
 def main() -> None:
     """Measure, print tables and JSON."""
     parser = argparse.ArgumentParser(
@@ -232,23 +253,7 @@ def main() -> None:
                     }
                 )
         del banks
-    rows = [
-        (
-            r["format"],
-            r["isa"],
-            r["tokens"],
-            r["experts"],
-            f"{r['ms']:.2f}",
-            f"{r['gb_per_s']:.2f}",
-            f"{r['read_gb_per_s']:.2f}",
-            f"{r['gb_per_s'] / r['read_gb_per_s']:.2f}",
-        )
-        for r in results
-    ]
-    columns = ["format", "code", "tokens", "experts", "ms", "GB/s", "read GB/s", "ratio"]
-    sizes = f"H={HIDDEN} I={INTERMEDIATE} k={TOP_K}"
-    title = f"Steps of {sizes} bf16, {core.threads} threads, median of {ROUNDS}"
-    print(render(Table(title, columns, rows, ("format", "code"))))
+    print(as_text(results, core.threads))
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

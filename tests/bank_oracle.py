@@ -19,6 +19,7 @@ from loader.checkpoint.source import LocalSource
 from loader.errors import CapacityError
 from loader.experts import PreparedExperts
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
+from loader.testing.container import edit_tensor
 from loader.testing.encode import from_bits
 from loader.testing.values import Codes
 
@@ -238,3 +239,25 @@ def fused_bias_weight(checkpoint: TinyCheckpoint, layer: int, expert: int, name:
     bias = fp16_bias(scale, codes.z).astype(np.float64)[:, of_row]
     fused = codes.q.astype(np.float64) * scale.astype(np.float64)[:, of_row] + bias
     return np.asarray(fused.astype(np.float16).astype(np.float32))
+
+
+def set_scale(checkpoint: TinyCheckpoint, name: str, group: int, column: int, bits: int) -> None:
+    """One scale's bits, of a single (not fused) projection."""
+    turned = checkpoint.writer.layout == "awq"
+
+    def edit(array: np.ndarray[Any, Any]) -> None:
+        array.view(f"u{array.itemsize}")[(group, column) if turned else (column, group)] = bits
+
+    edit_tensor(checkpoint.folder, name, edit)
+
+
+def set_zero(checkpoint: TinyCheckpoint, name: str, group: int, column: int, zero: int) -> None:
+    """One zero point of an AWQ projection."""
+    nibble = [0, 2, 4, 6, 1, 3, 5, 7].index(column % 8)
+
+    def edit(array: np.ndarray[Any, Any]) -> None:
+        word = array.view(np.uint32)[group, column // 8]
+        word = int(word) & ~(15 << 4 * nibble) | zero << 4 * nibble
+        array.view(np.uint32)[group, column // 8] = word
+
+    edit_tensor(checkpoint.folder, name, edit)

@@ -19,6 +19,8 @@ from bank_oracle import (
     load,
     poisoned,
     reads_by,
+    set_scale,
+    set_zero,
     small,
 )
 
@@ -39,16 +41,6 @@ def _every_way_in_memory_full_of_nan(way: str, monkeypatch: pytest.MonkeyPatch) 
 
 def first_scale(checkpoint: TinyCheckpoint, projection: str = "up", expert: int = 2) -> str:
     return checkpoint.name(0, expert, projection, checkpoint.writer.scale)
-
-
-def set_scale(checkpoint: TinyCheckpoint, name: str, group: int, column: int, bits: int) -> None:
-    """One scale's bits, of a single (not fused) projection."""
-    turned = checkpoint.writer.layout == "awq"
-
-    def edit(array: np.ndarray[Any, Any]) -> None:
-        array.view(f"u{array.itemsize}")[(group, column) if turned else (column, group)] = bits
-
-    edit_tensor(checkpoint.folder, name, edit)
 
 
 NOT_HELD = (
@@ -125,18 +117,6 @@ def test_an_infinite_bias(policy: dict[str, Any], tmp_path: Path) -> None:
     assert str(caught.value) == NOT_HELD.format(name=name, value="8192 (0x7000)")
     set_zero(checkpoint, checkpoint.name(0, 2, "up", "qzeros"), 1, 37, 7)
     loader.load(checkpoint.folder, policy=loader.Policy(**policy))
-
-
-def set_zero(checkpoint: TinyCheckpoint, name: str, group: int, column: int, zero: int) -> None:
-    """One zero point of an AWQ projection."""
-    nibble = [0, 2, 4, 6, 1, 3, 5, 7].index(column % 8)
-
-    def edit(array: np.ndarray[Any, Any]) -> None:
-        word = array.view(np.uint32)[group, column // 8]
-        word = int(word) & ~(15 << 4 * nibble) | zero << 4 * nibble
-        array.view(np.uint32)[group, column // 8] = word
-
-    edit_tensor(checkpoint.folder, name, edit)
 
 
 @pytest.mark.parametrize("policy", [{}, *HELD_POLICIES], ids=lambda p: "-".join(p.values()) or "-")
