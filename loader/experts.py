@@ -144,9 +144,9 @@ class PreparedExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """Run the layer: ``(T, H)``, ``(T, k)`` int32 or int64, ``(T, k)`` float -> ``(T, H)``.
 
-        Ids are global; a slot whose id is negative, out of range or not on this card adds exactly
-        0. ``out`` takes the result where it is given. Raises :class:`LoaderError` for a dtype,
-        shape or device that does not match, before anything runs.
+        For inference: no gradient flows. Ids are global; a slot whose id is negative, out of range
+        or not on this card adds exactly 0. ``out`` takes the result where it is given. Raises
+        :class:`LoaderError` for a dtype, shape or device that does not match, before anything runs.
         """
         self._check(hidden_states, topk_ids, topk_weights)
         if out is None:

@@ -189,7 +189,10 @@ def _moe(
     spec: list[int],
     routes: list[int],
 ) -> None:
-    _SERVING["cpu"].moe(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
+    # Inference only: the reference must not record what the native core cannot.
+    with torch.no_grad():
+        serve = _SERVING["cpu"].moe
+        serve(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
 
 
 for _name, _kernel in (("write", _write), ("read", _read), ("finish", _finish), ("moe", _moe)):

@@ -50,7 +50,8 @@ _MEANINGS: Mapping[Kind, _Meaning] = {
     Kind.NOT_HELD: _Meaning(
         ConversionError,
         "fp16 cannot hold a value that the layout or rounding stores in it",
-        "0, or finite with |x| >= 2**-14 and exact; layout='compact' keeps the value as it is",
+        "0, or finite with |x| >= 2**-14 and exact; "
+        "layout='compact' with awq_rounding='exact' keeps the value as it is",
     ),
 }
 

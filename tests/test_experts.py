@@ -23,8 +23,10 @@ from moe_oracle import (
 )
 
 import loader
+from loader import native
 from loader.errors import LifecycleError, LoaderError
 from loader.experts import PreparedExperts
+from loader.testing.checkpoint import tiny_checkpoint
 
 
 @pytest.fixture(params=LAYERS)
@@ -271,3 +273,13 @@ def test_a_block_around_it_compiles_with_any_token_count(tmp_path: Path) -> None
             wanted = moe64(weights, x, ids, router / router.sum(-1, keepdim=True))
             assert_close(compiled(x) - x, wanted, torch.float32)
     assert counter.frame_count == 1, "one graph serves every token count"
+
+
+def test_no_gradient_is_recorded(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, hidden=128, intermediate=128, experts=2, layers=1)
+    for implementation in (native.REFERENCE, native.HOST or native.REFERENCE):
+        with native.serving(implementation):
+            layer = loader.load(tmp_path)[0]
+            x = torch.randn(2, 128, requires_grad=True)
+            y = layer(x, torch.tensor([[0, 1], [1, 0]]), torch.ones(2, 2))
+        assert not y.requires_grad

@@ -46,7 +46,8 @@ def first_scale(checkpoint: TinyCheckpoint, projection: str = "up", expert: int 
 NOT_HELD = (
     "fp16 cannot hold a value that the layout or rounding stores in it; "
     "file model.safetensors, layer 0, experts 2, tensor {name}; "
-    "expected 0, or finite with |x| >= 2**-14 and exact; layout='compact' keeps the value as it is"
+    "expected 0, or finite with |x| >= 2**-14 and exact; "
+    "layout='compact' with awq_rounding='exact' keeps the value as it is"
     ", found {value} at [1, 37] (group, column), 1 such values"
 )
 
