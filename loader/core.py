@@ -71,17 +71,22 @@ class _Moe(ctypes.Structure):
 _FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
 
-class _Tensors:
-    """A list of tensors as arrays of addresses and byte counts."""
+class _Layer:
+    """A layer as calls take it: its numbers, and its tensors as addresses and byte counts."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, spec: list[int], tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_contiguous():
                 raise ValueError("native code takes contiguous tensors")
         count = len(tensors)
-        self.count = count
-        self.addresses = (ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors))
-        self.sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in tensors))
+        self._count = count
+        self._numbers = (ctypes.c_int64 * _LAYER_NUMBERS)(*spec)
+        self._addresses = (ctypes.c_void_p * count)(*(t.data_ptr() for t in tensors))
+        self._sizes = (ctypes.c_int64 * count)(*(t.nbytes for t in tensors))
+
+    def arguments(self) -> tuple[object, ...]:
+        """The four arguments of every call, in their order."""
+        return (self._numbers, self._addresses, self._sizes, ctypes.c_int64(self._count))
 
 
 class Core:
@@ -144,7 +149,7 @@ class Core:
         table = descriptors.contiguous()
         threads = self.threads if buffers is None else min(self.threads, buffers.shape[0])
         each = 0 if buffers is None else buffers.shape[1]
-        tensors = _Tensors(banks)
+        layer = _Layer(spec, banks)
 
         def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
             return int(
@@ -154,10 +159,7 @@ class Core:
                     ctypes.c_int64(nbytes),
                     ctypes.c_void_p(table.data_ptr()),
                     ctypes.c_int64(table.shape[0]),
-                    (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
-                    tensors.addresses,
-                    tensors.sizes,
-                    ctypes.c_int64(tensors.count),
+                    *layer.arguments(),
                     ctypes.c_void_p(cache.data_ptr()),
                     ctypes.c_int64(cache.nbytes),
                     ctypes.c_int(self.isa),
@@ -177,15 +179,12 @@ class Core:
         self, banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]
     ) -> torch.Tensor:
         """``qpn::finish``; see ``loader/reference/convert.py`` for the contract."""
-        tensors = _Tensors(banks)
+        layer = _Layer(spec, banks)
 
         def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
             return int(
                 self._library.qpn_finish(
-                    (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
-                    tensors.addresses,
-                    tensors.sizes,
-                    ctypes.c_int64(tensors.count),
+                    *layer.arguments(),
                     ctypes.c_void_p(cache.data_ptr()),
                     ctypes.c_int64(cache.nbytes),
                     ctypes.c_int(self.threads),
@@ -229,13 +228,10 @@ class Core:
             out.data_ptr(),
             scratch.data_ptr(),
         )
-        tensors, error = _Tensors(banks), _Error()
+        layer, error = _Layer(spec, banks), _Error()
         code = self._library.qpn_moe(
             ctypes.byref(step),
-            (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
-            tensors.addresses,
-            tensors.sizes,
-            ctypes.c_int64(tensors.count),
+            *layer.arguments(),
             ctypes.c_int(self.isa),
             ctypes.c_int(self.threads),
             ctypes.byref(error),
@@ -260,7 +256,7 @@ class Core:
         spec: list[int],
     ) -> None:
         """Weights of tiles [first, last) of one expert into ``out`` fp32 (columns, K)."""
-        tensors, error = _Tensors(banks), _Error()
+        layer, error = _Layer(spec, banks), _Error()
         code = self._library.qpn_dequantize(
             ctypes.c_int(bank),
             ctypes.c_int64(slot),
@@ -268,10 +264,7 @@ class Core:
             ctypes.c_int64(tiles[1]),
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int64(out.numel()),
-            (ctypes.c_int64 * _LAYER_NUMBERS)(*spec),
-            tensors.addresses,
-            tensors.sizes,
-            ctypes.c_int64(tensors.count),
+            *layer.arguments(),
             ctypes.c_int(self.isa),
             ctypes.c_int(self.threads),
             ctypes.byref(error),

@@ -17,6 +17,7 @@ import torch
 
 from loader.bank import LayerSpec
 from loader.core import CORE, WHY_NO_CORE
+from loader.errors import UnsupportedError
 from loader.host import HostRoutes
 from loader.reference import TEMPORARY_BYTES, convert, routes
 from loader.reference.findings import FIELDS
@@ -170,7 +171,11 @@ def _read(
 ) -> torch.Tensor:
     serve = _SERVING["cpu"].read
     if serve is None:
-        raise NotImplementedError("this implementation converts from memory only")
+        raise UnsupportedError(
+            "this implementation converts from memory only",
+            expected="an implementation that reads files",
+            found=_SERVING["cpu"].name,
+        )
     return serve(file, file_bytes, descriptors, banks, cache, buffers, spec)
 
 
