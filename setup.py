@@ -16,7 +16,8 @@ AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISA_FLAGS = {
     **{f"{noun}_avx2.cpp": AVX2 for noun in ("codes", "tiles")},
-    **{f"{noun}_avx512.cpp": AVX512 for noun in ("codes", "tiles")},
+    "codes_avx512.cpp": AVX512,
+    "tiles_avx512.cpp": [*AVX512, "-mavx512vnni"],
 }
 
 

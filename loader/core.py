@@ -108,6 +108,14 @@ class Core:
         """The instruction set in use, as it is shown."""
         return str(self._library.qpn_isa_name(self.isa).decode())
 
+    def populate(self, memory: torch.Tensor) -> None:
+        """Make the pages of a fresh, page-aligned mapping present; a hint, nothing can fail."""
+        self._library.qpn_populate(
+            ctypes.c_void_p(memory.data_ptr()),
+            ctypes.c_int64(memory.nbytes),
+            ctypes.c_int(self.threads),
+        )
+
     def write(
         self,
         chunk: torch.Tensor,

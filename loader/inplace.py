@@ -206,6 +206,7 @@ class _InPlace:
             self.lifecycle.enter(layer, "reading", consumed)
         self.lifecycle.enter(layer, "converting")
         judge.after_finish(guarded(layer, converter.finish))
+        memory.merge_pages(converter.banks.tensors)
 
     def _take_sources(self) -> int:
         """Remove the source parameters; returns the bytes that are free now.

@@ -1,8 +1,9 @@
 """Memory: where tensors of a load live, and the counters that say what they cost.
 
 Host banks and staging are anonymous mappings of their own: what is freed is back with the
-operating system at once, whatever the C allocator does, and pages arrive as huge pages where the
-kernel has them.
+operating system at once, whatever the C allocator does. Pages arrive small, since a huge page is
+cleared whole long before its last byte is written; once a layer is complete the kernel may merge
+them (:func:`merge_pages`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import TracebackType
 import psutil
 import torch
 
+from loader.core import CORE
 from loader.errors import CapacityError, LoaderError, clear_frames
 
 _MAP_AT = 1 << 20
@@ -34,9 +36,28 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         if device.type != "cpu" or nbytes < _MAP_AT or not hasattr(mmap, "MAP_ANONYMOUS"):
             return torch.empty(shape, dtype=dtype, device=device)
         region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(region, dtype=dtype).view(shape)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            region.madvise(mmap.MADV_NOHUGEPAGE)
+        tensor = torch.frombuffer(region, dtype=dtype).view(shape)
+        if CORE is not None:
+            CORE.populate(tensor)
+        return tensor
+
+
+def merge_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Let the kernel merge the small pages of host tensors that are written, in its own time.
+
+    Reading a bank takes fewer address translations then. A hint: a kernel may have no huge pages.
+    """
+    if _LIBC is None or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    for tensor in tensors:
+        if tensor.device.type == "cpu" and tensor.nbytes >= _MAP_AT:
+            start = tensor.data_ptr()
+            if start % mmap.PAGESIZE == 0:
+                _LIBC.madvise(
+                    ctypes.c_void_p(start), ctypes.c_size_t(tensor.nbytes), mmap.MADV_HUGEPAGE
+                )
 
 
 @contextmanager
@@ -86,18 +107,17 @@ def free_bytes(device: torch.device) -> int:
 
 def return_to_system() -> None:
     """Give free pages of the C allocator back to the operating system (glibc only)."""
-    if sys.platform == "linux" and _TRIM is not None:
+    if _TRIM is not None:
         _TRIM(0)
 
 
-def _find_trim() -> ctypes._NamedFuncPointer | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # no glibc: musl and macOS return pages on their own
-        return None
+def _find_libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-_TRIM = _find_trim()
+_LIBC = _find_libc()
+# No glibc: musl returns pages on its own.
+_TRIM = getattr(_LIBC, "malloc_trim", None)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,7 @@ class _Load:
             lambda row: catalog.files[int(catalog.file[row])],
         )
         self._convert(layer, converter, judge, stream)
+        memory.merge_pages(self.banks.tensors)
         self.modules[number] = self._module(layer, self.banks)
         self.lifecycle.enter(number, "prepared", nbytes)
         started = time.perf_counter()

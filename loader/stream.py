@@ -162,6 +162,17 @@ class Lent:
         return self.reader.convert(self.scheduled.chunk, converter, name_of)
 
 
+_CAN_ASK = hasattr(os, "posix_fadvise") and hasattr(os, "RWF_NOWAIT")  # Linux
+
+
+def _is_cached(file: int, offset: int) -> bool:
+    """Whether one byte of a file is there without waiting for a disk."""
+    try:
+        return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except OSError:  # EAGAIN, or a file system that cannot tell
+        return False
+
+
 class DirectReads:
     """Hands out chunks for native code to read, and asks the kernel for the next one meanwhile."""
 
@@ -175,19 +186,28 @@ class DirectReads:
         current = next(schedule, None)
         while current is not None:
             following = next(schedule, None)
-            if following is not None:
-                for read in following.chunk.reads:
-                    self._ask(read)
+            if following is not None and _CAN_ASK:
+                self._ask(following.chunk)
             yield Lent(current, self)
             current = following
 
-    def _ask(self, read: Read) -> None:
-        """A hint: a read that cannot be asked for ahead fails, if it does, when it is due."""
-        with (
-            suppress(LoaderError, OSError),
-            self._source.descriptor(self._files[read.file]) as file,
-        ):
-            os.posix_fadvise(file, read.offset, read.length, os.POSIX_FADV_WILLNEED)
+    def _ask(self, chunk: Chunk) -> None:
+        """Start reading a chunk from disk; where its ends are in the page cache, so is the rest.
+
+        A hint: a read that cannot be asked for ahead fails, if it does, when it is due.
+        """
+        by_file: dict[int, list[Read]] = {}
+        for read in chunk.reads:
+            by_file.setdefault(read.file, []).append(read)
+        for number, reads in by_file.items():
+            with (
+                suppress(LoaderError, OSError),
+                self._source.descriptor(self._files[number]) as file,
+            ):
+                if _is_cached(file, reads[0].offset) and _is_cached(file, reads[-1].offset):
+                    continue
+                for read in reads:
+                    os.posix_fadvise(file, read.offset, read.length, os.POSIX_FADV_WILLNEED)
 
     def convert(self, chunk: Chunk, converter: LayerConverter, name_of: NameOf) -> list[Found]:
         """Read and convert one chunk; see :class:`Lent`."""

@@ -1,11 +1,13 @@
 // The C interface that loader/core.py calls. Raw pointers come with their capacities; nothing here
 // knows of Python or PyTorch, so one build serves every PyTorch.
 #include <string.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "moe.h"
+#include "pool.h"
 #include "tiles.h"
 #include "write.h"
 
@@ -121,14 +123,28 @@ QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
     return give(failure, error);
 }
 
+// Makes the pages of a fresh mapping present, many to a system call and on several threads: a fault
+// for each page costs more than clearing it. A hint: where the kernel cannot, pages come when touched.
+QPN_API void qpn_populate(uint8_t* memory, int64_t bytes, int threads) {
+#ifdef MADV_POPULATE_WRITE
+    constexpr int64_t kPart = 256 << 10;
+    qpn::parallel(threads, (bytes + kPart - 1) / kPart, [&](int64_t n, int) {
+        const int64_t part = std::min(kPart, bytes - n * kPart);
+        madvise(memory + n * kPart, static_cast<size_t>(part), MADV_POPULATE_WRITE);
+    });
+#else
+    (void)memory, (void)bytes, (void)threads;
+#endif
+}
+
 QPN_API int qpn_layer_numbers(void) { return kLayerNumbers; }
 
 namespace {
 
 const qpn::TileKernels& tile_kernels(int isa) {
 #ifdef QPN_X86
-    if (isa == 2) return qpn::kTilesAvx512;
-    if (isa == 1) return qpn::kTilesAvx2;
+    if (isa == 2 && __builtin_cpu_supports("avx512vnni")) return qpn::kTilesAvx512;
+    if (isa >= 1) return qpn::kTilesAvx2;
 #endif
     return qpn::kTilesPortable;
 }

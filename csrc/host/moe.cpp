@@ -40,20 +40,31 @@ void write_float(void* data, int64_t at, float value, int64_t dtype) {
 
 // Regions of the scratch, in floats or int64, each on a cache line of its own.
 struct Plan {
-    int64_t x, x_sums, hidden, hidden_sums, y, order, starts, active, bytes;
+    struct Rows {
+        int64_t x, digits, sums, scale;
+    };
+    Rows input, hidden;
+    int64_t y, order, starts, active, bytes;
 
     Plan(const Layer& layer, int64_t tokens, int64_t top_k) {
         const Bank &w13 = layer.bank[0], &w2 = layer.bank[1];
         const int64_t rows = tokens * top_k;
         bytes = 0;
-        x = take(tokens * w13.k_padded() * 4);
-        x_sums = take(tokens * w13.groups() * 4);
-        hidden = take(rows * w2.k_padded() * 4);
-        hidden_sums = take(rows * w2.groups() * 4);
+        input = take_rows(w13, tokens);
+        hidden = take_rows(w2, rows);
         y = take(rows * w2.n_padded() * 4);
         order = take(rows * 8);
         starts = take((rows + 1) * 8);
         active = take(rows * 8);
+    }
+
+    Rows take_rows(const Bank& bank, int64_t rows) {
+        Rows taken;
+        taken.x = take(rows * bank.k_padded() * 4);
+        taken.digits = take(rows * bank.k_padded() * kMostDigits);
+        taken.sums = take(rows * bank.groups() * kMostDigits * 4);
+        taken.scale = take(rows * bank.groups() * 4);
+        return taken;
     }
 
     int64_t take(int64_t size) {
@@ -71,14 +82,15 @@ class Step {
           threads_(threads),
           w13_(call.layer->bank[0]),
           w2_(call.layer->bank[1]),
-          plan_(*call.layer, call.tokens, call.top_k) {}
+          plan_(*call.layer, call.tokens, call.top_k),
+          digits_(call.dtype == kBfloat16 ? 2 : kMostDigits) {}
 
     void run() {
         compact();
         parallel(threads_, call_.tokens, [&](int64_t t, int) { take_x(t); });
         over_tiles(w13_, [&](int64_t active, int64_t tile) { first(active, tile); });
         parallel(threads_, rows_, [&](int64_t row, int) {
-            sums(w2_, hidden(order()[row]), hidden_sums(order()[row]));
+            prepare(w2_, plan_.hidden, order()[row]);
         });
         over_tiles(w2_, [&](int64_t active, int64_t tile) { second(active, tile); });
         parallel(threads_, call_.tokens * kSlices, [&](int64_t n, int) { reduce(n / kSlices, n % kSlices); });
@@ -91,10 +103,16 @@ class Step {
     int64_t* order() const { return reinterpret_cast<int64_t*>(call_.scratch + plan_.order); }
     int64_t* starts() const { return reinterpret_cast<int64_t*>(call_.scratch + plan_.starts); }
     int64_t* active() const { return reinterpret_cast<int64_t*>(call_.scratch + plan_.active); }
-    float* x(int64_t t) const { return floats(plan_.x) + t * w13_.k_padded(); }
-    float* x_sums(int64_t t) const { return floats(plan_.x_sums) + t * w13_.groups(); }
-    float* hidden(int64_t row) const { return floats(plan_.hidden) + row * w2_.k_padded(); }
-    float* hidden_sums(int64_t row) const { return floats(plan_.hidden_sums) + row * w2_.groups(); }
+    float* x(const Bank& bank, const Plan::Rows& rows, int64_t n) const {
+        return floats(rows.x) + n * bank.k_padded();
+    }
+    Row row(const Bank& bank, const Plan::Rows& rows, int64_t n) const {
+        const uint8_t* scratch = call_.scratch;
+        return {x(bank, rows, n),
+                reinterpret_cast<const int8_t*>(scratch + rows.digits) + n * bank.k_padded() * kMostDigits,
+                reinterpret_cast<const int32_t*>(scratch + rows.sums) + n * bank.groups() * kMostDigits,
+                floats(rows.scale) + n * bank.groups()};
+    }
     float* y(int64_t row) const { return floats(plan_.y) + row * w2_.n_padded(); }
 
     int64_t slot_of(int64_t row) const {
@@ -126,21 +144,17 @@ class Step {
     }
 
     void take_x(int64_t t) {
-        float* row = x(t);
-        for (int64_t k = 0; k < w13_.k; ++k) row[k] = read_float(call_.x, t * w13_.k + k, call_.dtype);
-        for (int64_t k = w13_.k; k < w13_.k_padded(); ++k) row[k] = 0;
-        sums(w13_, row, x_sums(t));
+        float* to = x(w13_, plan_.input, t);
+        for (int64_t k = 0; k < w13_.k; ++k) to[k] = read_float(call_.x, t * w13_.k + k, call_.dtype);
+        for (int64_t k = w13_.k; k < w13_.k_padded(); ++k) to[k] = 0;
+        prepare(w13_, plan_.input, t);
     }
 
-    static void sums(const Bank& bank, const float* row, float* out) {
-        for (int64_t g = 0; g < bank.groups(); ++g) {
-            const int64_t first = g == 0 ? 0 : g * bank.group - bank.phase;
-            const int64_t last = std::min((g + 1) * bank.group - bank.phase, bank.k);
-            float lanes[8] = {};
-            for (int64_t k = first; k < last; ++k) lanes[(k - first) % 8] += row[k];
-            out[g] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) +
-                     ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-        }
+    void prepare(const Bank& bank, const Plan::Rows& rows, int64_t n) {
+        if (call_.layer->fused_bias) return;
+        const Row to = row(bank, rows, n);
+        kernels_.prepare(bank, to.x, digits_, const_cast<int8_t*>(to.digits),
+                         const_cast<int32_t*>(to.sums), const_cast<float*>(to.scale));
     }
 
     template <class F>
@@ -154,20 +168,19 @@ class Step {
     }
 
     // Runs one tile of one active expert for all of its rows, `give(row, y)` for each.
-    template <class X, class S, class G>
-    void tile(const Bank& bank, int64_t which, int64_t number, const X& input, const S& input_sums,
-              const G& give) {
-        alignas(32) float results[kMostRows][kTile];
+    template <class I, class G>
+    void tile(const Bank& bank, int64_t which, int64_t number, const I& input, const G& give) {
+        alignas(64) float results[kMostRows][kTile];
         TileCall tile{};
         tile.bank = &bank;
         tile.slot = active()[which];
         tile.tile = number;
         tile.fused_bias = call_.layer->fused_bias;
+        tile.digits = digits_;
         for (int64_t i = starts()[which]; i < starts()[which + 1]; i += kMostRows) {
             tile.rows = static_cast<int>(std::min<int64_t>(kMostRows, starts()[which + 1] - i));
             for (int r = 0; r < tile.rows; ++r) {
-                tile.x[r] = input(order()[i + r]);
-                tile.sums[r] = input_sums(order()[i + r]);
+                tile.row[r] = input(order()[i + r]);
                 tile.y[r] = results[r];
             }
             kernels_.run(tile);
@@ -179,26 +192,25 @@ class Step {
     void first(int64_t which, int64_t number) {
         const int64_t top_k = call_.top_k, dtype = call_.dtype;
         tile(
-            w13_, which, number, [&](int64_t row) { return x(row / top_k); },
-            [&](int64_t row) { return x_sums(row / top_k); },
-            [&](int64_t row, const float* both) {
-                float* to = hidden(row) + number * (kTile / 2);
+            w13_, which, number, [&](int64_t n) { return row(w13_, plan_.input, n / top_k); },
+            [&](int64_t n, const float* both) {
+                float* const all = x(w2_, plan_.hidden, n);
+                float* to = all + number * (kTile / 2);
                 const int64_t count = std::min(kTile / 2, w2_.k - number * (kTile / 2));
                 for (int64_t i = 0; i < count; ++i) {
                     const float gate = rounded(both[2 * i], dtype), up = rounded(both[2 * i + 1], dtype);
                     to[i] = rounded(gate / (1.0f + expf(-gate)) * up, dtype);
                 }
                 if ((number + 1) * (kTile / 2) >= w2_.k)
-                    for (int64_t i = w2_.k; i < w2_.k_padded(); ++i) hidden(row)[i] = 0;
+                    for (int64_t i = w2_.k; i < w2_.k_padded(); ++i) all[i] = 0;
             });
     }
 
     void second(int64_t which, int64_t number) {
         tile(
-            w2_, which, number, [&](int64_t row) { return hidden(row); },
-            [&](int64_t row) { return hidden_sums(row); },
-            [&](int64_t row, const float* result) {
-                float* to = y(row) + number * kTile;
+            w2_, which, number, [&](int64_t n) { return row(w2_, plan_.hidden, n); },
+            [&](int64_t n, const float* result) {
+                float* to = y(n) + number * kTile;
                 for (int64_t c = 0; c < kTile; ++c) to[c] = rounded(result[c], call_.dtype);
             });
     }
@@ -226,6 +238,7 @@ class Step {
     const int threads_;
     const Bank &w13_, &w2_;
     const Plan plan_;
+    const int digits_;
     int64_t rows_ = 0, experts_ = 0;
 };
 

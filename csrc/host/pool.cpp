@@ -15,6 +15,21 @@ namespace {
 
 using Job = std::function<void(int64_t, int)>;
 
+// A decode step is a handful of short regions: waking a sleeper for each would cost more than some
+// of them take, so threads look for a while before they sleep.
+constexpr int kLooks = 4000;
+
+inline void pause() {
+#ifdef QPN_X86
+    __builtin_ia32_pause();
+#endif
+}
+
+template <class Condition>
+inline void look(const Condition& met) {
+    for (int n = 0; n < kLooks && !met(); ++n) pause();
+}
+
 struct Region {
     const Job* job;
     int64_t jobs;
@@ -46,10 +61,11 @@ class Pool {
             while (static_cast<int>(workers_.size()) < threads - 1)
                 workers_.emplace_back([this] { serve(); });
             region_ = &region;
-            ++generation_;
+            generation_.fetch_add(1);
         }
         wake_.notify_all();
         region.work(0);
+        look([&] { return region.running.load() == 0; });
         std::unique_lock<std::mutex> hold(mutex_);
         region_ = nullptr;  // no worker joins from here on
         done_.wait(hold, [&] { return region.running.load() == 0; });
@@ -59,18 +75,24 @@ class Pool {
    private:
     void serve() {
         uint64_t seen = 0;
-        std::unique_lock<std::mutex> hold(mutex_);
+        std::unique_lock<std::mutex> hold(mutex_, std::defer_lock);
         for (;;) {
-            wake_.wait(hold, [&] { return generation_ != seen; });
-            seen = generation_;
+            look([&] { return generation_.load() != seen; });
+            hold.lock();
+            wake_.wait(hold, [&] { return generation_.load() != seen; });
+            seen = generation_.load();
             Region* region = region_;
-            if (region == nullptr || region->joined.load() >= region->threads) continue;
+            if (region == nullptr || region->joined.load() >= region->threads) {
+                hold.unlock();
+                continue;
+            }
             const int worker = region->joined.fetch_add(1);
             region->running.fetch_add(1);
             hold.unlock();
             region->work(worker);
             hold.lock();
             if (region->running.fetch_sub(1) == 1) done_.notify_all();
+            hold.unlock();
         }
     }
 
@@ -79,7 +101,7 @@ class Pool {
     std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
     Region* region_ = nullptr;
-    uint64_t generation_ = 0;
+    std::atomic<uint64_t> generation_{0};
 };
 
 // Never destroyed: its threads live as long as the process. A fork leaves a pool without threads,
