@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from loader import memory
 from loader.checkpoint.model import USUAL_TOP_K
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
+from loader.crossover import Crossovers
 from loader.errors import LifecycleError, LoaderError
 from loader.experts import LayerFacts, PreparedExperts
 from loader.layer_plan import layer_spec
@@ -159,6 +161,8 @@ class _InPlace:
             self.cache = ConversionCache(facts.spec, device)
         self.lifecycle.enter(layer, "reading")
         self._convert(LayerConverter(banks, self.cache))
+        if facts.policy.policy.grouped_max_tokens == "measure":
+            facts = self._settled(facts, banks, workspace)
         self.prepared = PreparedExperts(facts, banks.tensors, workspace)
         self.lifecycle.enter(layer, "prepared", self.nbytes)
         # First what may be refused: from here on the module always has the sources or the result.
@@ -171,12 +175,21 @@ class _InPlace:
         return self.prepared
 
     def _scratch_bytes(self) -> int:
-        """Scratch of a workspace of this layer's own; a module says nothing of its top-k."""
+        """Scratch of a workspace of this layer's own."""
         implementation = require_implementation(self.device, implementation_for(self.device))
-        top_k = min(USUAL_TOP_K, self.facts.experts)
         return implementation.scratch_bytes(
-            [self.facts.spec], fast_tokens(self.facts.routes), top_k
+            [self.facts.spec], fast_tokens(self.facts.routes), self._top_k
         )
+
+    @property
+    def _top_k(self) -> int:
+        """A module says nothing of its top-k: the usual one."""
+        return min(USUAL_TOP_K, self.facts.experts)
+
+    def _settled(self, facts: LayerFacts, banks: LayerBanks, workspace: Workspace) -> LayerFacts:
+        implementation = require_implementation(self.device, implementation_for(self.device))
+        crossovers = Crossovers(implementation, workspace, self._top_k)
+        return replace(facts, routes=crossovers.settle(facts.routes, facts.spec, banks.tensors))
 
     def _convert(self, converter: LayerConverter) -> None:
         found, layer = self.found, self.facts.layer

@@ -111,13 +111,15 @@ def return_to_system() -> None:
         _TRIM(0)
 
 
-def _find_libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
+def _find_trim(libc: ctypes.CDLL | None) -> ctypes._NamedFuncPointer | None:
+    try:
+        return None if libc is None else libc.malloc_trim
+    except AttributeError:  # no glibc: musl returns pages on its own
+        return None
 
 
-_LIBC = _find_libc()
-# No glibc: musl returns pages on its own.
-_TRIM = getattr(_LIBC, "malloc_trim", None)
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_TRIM = _find_trim(_LIBC)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.source import Source, open_source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
+from loader.crossover import Crossovers
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
 from loader.layer_plan import LayerPlan
 from loader.lifecycle import Lifecycle, Observer
@@ -114,6 +115,7 @@ class _Load:
         self.bytes_read = 0
         self.peak = memory.HostPeak()
         self.workspace: Workspace | None = None
+        self.crossovers: Crossovers | None = None
         self.staging: Staging | None = None
         self.reader: ReadAhead | DirectReads | None = None
         self.banks: LayerBanks | None = None
@@ -132,6 +134,7 @@ class _Load:
                     plan.checkpoint.model.experts,
                     plan.device,
                 )
+            self.crossovers = Crossovers(plan.implementation, self.workspace, plan.top_k)
             self.staging = Staging(plan.buffers, plan.buffer_bytes)
             reads = DirectReads if plan.direct else ReadAhead
             self.reader = reads(plan.checkpoint.source, plan.checkpoint.catalog.files, self.staging)
@@ -215,7 +218,11 @@ class _Load:
         measured.convert_seconds += time.perf_counter() - started
 
     def _module(self, layer: LayerPlan, banks: LayerBanks) -> PreparedExperts:
-        assert self.workspace is not None
+        assert self.workspace is not None and self.crossovers is not None
+        routes = layer.routes
+        if self.plan.policy.policy.grouped_max_tokens == "measure":
+            routes = self.crossovers.settle(routes, layer.spec, banks.tensors)
+            self.measured[layer.layer].routes = routes
         facts = LayerFacts(
             layer=layer.layer,
             format=layer.source.scheme.format,
@@ -224,7 +231,7 @@ class _Load:
             experts=self.plan.checkpoint.model.experts,
             shard=self.plan.shard,
             policy=self.plan.policy,
-            routes=layer.routes,
+            routes=routes,
         )
         return PreparedExperts(facts, banks.tensors, self.workspace)
 
@@ -271,6 +278,7 @@ class _Load:
         if self.cache is not None:
             self.cache.discard()
         self.modules.clear()
+        self.crossovers = None
         self.workspace = self.staging = self.reader = self.banks = self.cache = None
         # Last: whatever an observer does now, the memory is back.
         for error in self.lifecycle.fail():

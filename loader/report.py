@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.render import load_text
+from loader.route import RouteRange
 from loader.table import human_bytes
 
 
@@ -21,6 +22,8 @@ class LayerMeasured:
     convert_seconds: float = 0.0
     release_seconds: float = 0.0
     releases: int = 0
+    routes: tuple[RouteRange, ...] = ()
+    """What serves the layer, where that was measured; else empty, and the plan's routes hold."""
 
 
 @dataclass
@@ -76,7 +79,8 @@ class LoadReport:
                 "convert": measured.convert_seconds,
                 "release": measured.release_seconds,
             }
-            layers.append({**entry, "seconds": seconds, "releases": measured.releases})
+            settled = {"routes": [r.to_dict() for r in measured.routes]} if measured.routes else {}
+            layers.append({**entry, **settled, "seconds": seconds, "releases": measured.releases})
         memory = {**self.planned["memory"], **asdict(self.memory), "overhead": self.memory.overhead}
         return {
             **self.planned,

@@ -7,7 +7,7 @@ model or of a path.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from loader.native import Implementation
 from loader.policy import ResolvedPolicy
 
 DEFAULT_GROUPED_MAX_TOKENS = 8
+MEASURED_GROUPED_MOST = 256
+"""Most tokens that a measured crossover can reach: a power of two; scratch is planned for it."""
 
 #: The routes that read banks directly, in the order of their token counts.
 FAST_ROUTES = ("qpn_m1", "qpn_grouped")
@@ -111,24 +113,34 @@ def decide(
     Raises :class:`PolicyError` where a switch is ``on`` and the layer or the device lacks a
     capability; nothing has been allocated then.
     """
-    limit = policy.policy.grouped_max_tokens
-    if limit == "measure":
-        raise PolicyError(
-            "crossovers can only be measured by native code, which this build does not have",
-            layer=layer,
-            expected="grouped_max_tokens None or a whole number",
-            found="'measure'",
-        )
-    grouped_last = DEFAULT_GROUPED_MAX_TOKENS if limit is None else int(limit)
+    grouped_last = _grouped_last(policy)
     ranges = [
         _fast("qpn_m1", 1, 1, layer, spec, implementation, policy),
         _fast("qpn_grouped", 2, grouped_last, layer, spec, implementation, policy),
     ]
+    if policy.policy.grouped_max_tokens == "measure" and ranges[1].route != "legacy":
+        ranges[1] = replace(ranges[1], reason=f"{ranges[1].reason}, crossover measured at load")
     legacy = f"more than {grouped_last} tokens" if ranges[1].route != "legacy" else "any tokens"
     if spec.w13.kind == "plain":
         legacy = source_reason
     ranges.append(RouteRange(grouped_last + 1, None, "legacy", implementation.name, legacy))
     return tuple(ranges)
+
+
+def _grouped_last(policy: ResolvedPolicy) -> int:
+    limit = policy.policy.grouped_max_tokens
+    if limit == "measure":
+        return MEASURED_GROUPED_MOST
+    return DEFAULT_GROUPED_MAX_TOKENS if limit is None else int(limit)
+
+
+def settle(ranges: Sequence[RouteRange], tokens: int) -> tuple[RouteRange, ...]:
+    """Ranges whose crossover from ``qpn_grouped`` to ``legacy`` was measured at so many tokens."""
+    m1, grouped, legacy = ranges
+    grouped = replace(grouped, last=tokens, reason=f"{grouped.reason}: {tokens} tokens")
+    reason = f"faster from {tokens + 1} tokens on, measured at load"
+    legacy = replace(legacy, first=tokens + 1, reason=reason)
+    return (m1, grouped, legacy) if tokens >= grouped.first else (m1, legacy)
 
 
 def _fast(

@@ -36,7 +36,7 @@ LAYERS = (
     "core host native memory converter",
     "pieces chunks",
     "route layer_choice layer_plan render plan report",
-    "stream lifecycle workspace verdict experts pipeline parameters inplace",
+    "stream lifecycle workspace crossover verdict experts pipeline parameters inplace",
     "verify.layer verify.raw verify.naming verify.config verify.decode verify.slice",
     "verify.report verify.sample verify.forward verify.run verify",
     "testing",

@@ -106,6 +106,42 @@ def test_dequantized_tiles_have_the_bits_of_the_reference(
         assert torch.equal(out.view(torch.int32), wanted.view(torch.int32))
 
 
+@pytest.mark.parametrize("dialect", ["awq-gemm", "ct-nvfp4"])
+@pytest.mark.parametrize("dtype", BOUND)
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(
+    tmp_path: Path, isa: int, dialect: str, dtype: torch.dtype
+) -> None:
+    layer = layer_of(tmp_path, dialect, "compact")
+    x, ids, w = step(11, 256, dtype)
+    together = layer(x, ids, w)
+    alone = [layer(x[t : t + 1], ids[t : t + 1], w[t : t + 1]) for t in range(11)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_values_far_apart_in_one_group_hold_the_bound(
+    tmp_path: Path, isa: int, dtype: torch.dtype
+) -> None:
+    layer = layer_of(tmp_path, "awq-gemm", "compact")
+    x, ids, w = step(3, 256, dtype)
+    x *= 0.01
+    x[:, ::37] *= 500  # activations of real models have such columns
+    ids[:] = torch.tensor([1, 4, 5])
+    wanted = in_fp64(layer, x, ids, w)
+    for row in range(3):
+        y = layer(x[row : row + 1], ids[row : row + 1], w[row : row + 1])
+        assert (y.double() - wanted[row]).norm() <= BOUND[dtype] * wanted[row].norm(), row
+
+
+def test_an_activation_that_is_no_number_shows(tmp_path: Path, isa: int) -> None:
+    layer = layer_of(tmp_path, "awq-gemm", "compact")
+    x, ids, w = step(2, 256, torch.float32)
+    ids[:] = torch.tensor([0, 1, 2])
+    x[0, 17] = float("nan")
+    y = layer(x, ids, w)
+    assert y[0].isnan().all() and y[1].isfinite().all()
+
+
 def test_legacy_equals_the_reference(tmp_path: Path) -> None:
     layer = layer_of(tmp_path, "awq-gemm", "compact")
     x, ids, w = step(100, 256, torch.float32)

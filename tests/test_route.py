@@ -21,12 +21,15 @@ from loader.native import REFERENCE, Implementation, implementation_for
 from loader.policy import Policy, ResolvedPolicy
 from loader.route import (
     FAST_ROUTES,
+    MEASURED_GROUPED_MOST,
     NEEDS,
     RouteRange,
     decide,
+    fast_tokens,
     known_device,
     limits,
     require_implementation,
+    settle,
 )
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
 
@@ -172,10 +175,12 @@ def test_the_limit_of_grouped_is_the_policys() -> None:
     assert limits(routes) == [1, 31]
 
 
-def test_a_crossover_cannot_be_measured_without_native_code() -> None:
-    with pytest.raises(PolicyError, match="crossovers can only be measured by native code") as e:
-        decide(2, spec(), REFERENCE, resolved(grouped_max_tokens="measure"), "why")
-    assert e.value.layer == 2
+def test_a_measured_crossover_replaces_the_bound() -> None:
+    ranges = decide(2, spec(), REFERENCE, resolved(grouped_max_tokens="measure"), "why")
+    assert fast_tokens(ranges) == MEASURED_GROUPED_MOST
+    settled = settle(ranges, 32)
+    assert [(r.first, r.last) for r in settled] == [(1, 1), (2, 32), (33, None)]
+    assert [(r.first, r.last) for r in settle(ranges, 1)] == [(1, 1), (2, None)]
 
 
 def test_the_form_in_the_report() -> None:

@@ -30,6 +30,8 @@ class AwqDialect:
 
     def excluded(self, module: str) -> frozenset[bool]:
         """AutoAWQ means a substring; other writers of the key mean dotted components."""
+        if not self.ignore:
+            return frozenset((False,))
         substring = any(entry in module for entry in self.ignore)
         dotted = f".{module}."
         components = any(f".{entry.strip('.')}." in dotted for entry in self.ignore)

@@ -181,24 +181,21 @@ class _Parsed:
 def _parse(names: list[str], parser: NameParser, owned: npt.NDArray[np.generic]) -> _Parsed:
     prefixes: dict[str, int] = {}
     parts: dict[str, int] = {}
-    outside = (-1, -1, -1, -1, -1, -1)
-    rows = []
-    parse, keyword = parser.parse, parser.keyword
-    for name in names:
-        found = parse(name) if keyword in name else None
-        rows.append(
-            outside
-            if found is None
-            else (
-                prefixes.setdefault(found.prefix, len(prefixes)),
-                found.family,
-                found.layer,
-                found.expert,
-                found.projection,
-                parts.setdefault(found.part, len(parts)),
-            )
+    kinds, ids, experts = parser.parse_all(names)
+    rows = [
+        (
+            prefixes.setdefault(kind.prefix, len(prefixes)),
+            kind.family,
+            kind.layer,
+            kind.expert,
+            kind.projection,
+            parts.setdefault(kind.part, len(parts)),
         )
-    table = np.asarray(rows, np.int64).reshape(len(names), 6)
+        for kind in kinds
+    ]
+    outside = (-1, -1, -1, -1, -1, -1)  # the last row: what kind -1 stands for
+    table = np.asarray([*rows, outside], np.int64)[np.asarray(ids, np.int64)]
+    table[:, 3] = experts
     reason = np.where(table[:, 2] < 0, NOT_EXPERT, 0)
     reason[~owned.astype(bool)] = _NOT_INDEXED
     table[reason == _NOT_INDEXED] = -1

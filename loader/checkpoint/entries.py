@@ -99,7 +99,7 @@ def _all_of(kind: type, values: Iterable[Any]) -> bool:
 def _loads(json_bytes: bytes, hook: Callable[[list[tuple[str, Any]]], Any], file: str) -> Any:
     # JSON has a negative zero, Python's int has none, and safetensors refuses it. As floats all
     # negative numbers are refused by the type checks, which can name the tensor: no int is below 0.
-    negative = re.search(rb"[\s,:\[]-", json_bytes) is not None
+    negative = b"-" in json_bytes and re.search(rb"[\s,:\[]-", json_bytes) is not None
     try:
         text = json_bytes.decode("utf-8")
         value = json.loads(text, object_pairs_hook=hook, parse_int=_number if negative else None)

@@ -8,7 +8,7 @@ A pattern is the module name below the layers' prefix, with ``{layer}``, ``{expe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,6 +94,9 @@ class ExpertName(NamedTuple):
     part: str
 
 
+_EXPERTS = ".experts."
+
+
 class NameParser:
     """Parses tensor names against a list of families, all at once."""
 
@@ -104,6 +107,7 @@ class NameParser:
             for family in self.families
         ]
         self._fused = ["{expert}" not in family.pattern for family in self.families]
+        self._numbered = [f"{_EXPERTS}{{expert}}." in family.pattern for family in self.families]
         #: A substring of every expert name, to skip the other names cheaply.
         self.keyword = "experts" if all("experts" in f.pattern for f in self.families) else ""
         patterns = (f"(?:{family.regex()})" for family in self.families)
@@ -127,6 +131,35 @@ class NameParser:
                 return ExpertName(groups[0], family, int(groups[at]), expert, projection, part)
             at += 2 if fused else 3
         return None
+
+    def parse_all(self, names: Sequence[str]) -> tuple[list[ExpertName], list[int], list[int]]:
+        """Parse many names: kinds of name, and for each name its kind (-1 for none) and expert.
+
+        Names of one kind differ in the expert's number alone, so that each is parsed in full once:
+        a checkpoint has a name for every part of every projection of every expert.
+        """
+        kinds: list[ExpertName] = []
+        ids: list[int] = []
+        experts: list[int] = []
+        known: dict[tuple[str, str], int] = {}
+        numbers: dict[str, int] = {}
+        for name in names:
+            head, _, tail = name.partition(_EXPERTS)
+            number, _, rest = tail.partition(".")
+            kind, expert = known.get((head, rest), -1), numbers.get(number, -1)
+            if kind < 0 or expert < 0:
+                found = self.parse(name) if self.keyword in name else None
+                if found is None:
+                    kind, expert = -1, -1
+                else:
+                    kind, expert = len(kinds), found.expert
+                    kinds.append(found)
+                    if self._numbered[found.family] and _EXPERTS not in f".{rest}.":
+                        known.setdefault((head, rest), kind)
+                        numbers[number] = expert
+            ids.append(kind)
+            experts.append(expert)
+        return kinds, ids, experts
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")

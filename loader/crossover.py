@@ -1,0 +1,105 @@
+"""Crossover: up to which token count ``qpn_grouped`` beats ``legacy``, measured while loading.
+
+Asked for by ``Policy(grouped_max_tokens="measure")``: each geometry of a load is measured once, on
+its first finished layer, with random activations and distinct random experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+
+from loader import native
+from loader.bank import LayerSpec
+from loader.native import Implementation
+from loader.route import MEASURED_GROUPED_MOST, RouteRange, limits, settle
+from loader.workspace import Workspace
+
+Share = Callable[[int], int]
+"""Turns this rank's measurement into the one that all ranks use: rank 0's."""
+
+_RUNS = 2
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Crossovers:
+    """The measured crossovers of one load, by geometry."""
+
+    def __init__(
+        self,
+        implementation: Implementation,
+        workspace: Workspace,
+        top_k: int,
+        share: Share = lambda tokens: tokens,
+    ) -> None:
+        self._dtype = next(dtype for dtype in _DTYPES if dtype in implementation.dtypes)
+        self._workspace = workspace
+        self._top_k = top_k
+        self._share = share
+        self._measured: dict[LayerSpec, int] = {}
+
+    def settle(
+        self, routes: tuple[RouteRange, ...], spec: LayerSpec, banks: Sequence[torch.Tensor]
+    ) -> tuple[RouteRange, ...]:
+        """The routes of a finished layer, with the crossover measured in place of the bound."""
+        if not limits(routes)[1]:
+            return routes
+        if spec not in self._measured:
+            self._measured[spec] = self._share(self._measure(spec, banks))
+        return settle(routes, self._measured[spec])
+
+    def _measure(self, spec: LayerSpec, banks: Sequence[torch.Tensor]) -> int:
+        """The largest power of two up to the bound at which grouped is not slower; 1 for none.
+
+        Found by bisection: more tokens favour ``legacy``, which dequantizes an expert once however
+        many rows it has.
+        """
+        low, high = 0, MEASURED_GROUPED_MOST.bit_length() - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            tokens = 1 << middle
+            grouped = self._seconds(tokens, [0, tokens], spec, banks)
+            if grouped <= self._seconds(tokens, [0, 0], spec, banks):
+                low = middle
+            else:
+                high = middle - 1
+        return 1 << low
+
+    def _seconds(
+        self, tokens: int, route_limits: list[int], spec: LayerSpec, banks: Sequence[torch.Tensor]
+    ) -> float:
+        """Best of a few steps under the given routes."""
+        device = self._workspace.scratch.device
+        experts = self._workspace.expert_map.numel()
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn((tokens, spec.w13.k), generator=generator).to(device, self._dtype)
+        ids = (
+            torch.rand((tokens, experts), generator=generator).topk(self._top_k).indices.to(device)
+        )
+        weights = torch.full(ids.shape, 1 / self._top_k, device=device)
+        out = torch.empty_like(x)
+        seconds = []
+        for _ in range(_RUNS):
+            _finish_work(device)
+            started = perf_counter()
+            native.moe(
+                out,
+                self._workspace.scratch,
+                x,
+                ids,
+                weights,
+                self._workspace.expert_map,
+                banks,
+                spec.to_ints(),
+                route_limits,
+            )
+            _finish_work(device)
+            seconds.append(perf_counter() - started)
+        return min(seconds)
+
+
+def _finish_work(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
