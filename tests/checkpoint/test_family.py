@@ -175,3 +175,29 @@ def test_what_looks_like_an_expert() -> None:
 
 def test_draft_prefixes_end_where_layers_begin() -> None:
     assert all(prefix.endswith(".") for prefix in DRAFT_PREFIXES)
+
+
+_COMPONENT = st.sampled_from(
+    ["model", "layers", "mlp", "experts", "block_sparse_moe", "0", "1", "7", "07", "12", "x",
+     "gate_proj", "up_proj", "down_proj", "w1", "gate_up_proj", "qweight", "scales", ""]
+)  # fmt: skip
+_EXPERT_NAME = st.builds(
+    "{}layers.{}.mlp.experts.{}.{}.{}".format,
+    st.sampled_from(["", "model.", "model.layers.3.mlp.experts.1."]),
+    st.sampled_from(["0", "1", "01"]),
+    st.sampled_from(["0", "1", "2", "10", "00", "1234567890"]),
+    st.sampled_from(["gate_proj", "up_proj", "other"]),
+    st.sampled_from(["qweight", "scales", "experts.2"]),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(_EXPERT_NAME | st.lists(_COMPONENT, max_size=9).map(".".join), max_size=40))
+def test_names_parsed_together_are_names_parsed_one_by_one(names: list[str]) -> None:
+    parser = NameParser()
+    kinds, ids, experts = parser.parse_all(names)
+    together = [
+        None if kind < 0 else kinds[kind]._replace(expert=expert)
+        for kind, expert in zip(ids, experts, strict=True)
+    ]
+    assert together == [parser.parse(name) for name in names]
