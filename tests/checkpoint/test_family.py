@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loader.checkpoint.family import (
@@ -192,6 +192,13 @@ _EXPERT_NAME = st.builds(
 
 
 @settings(max_examples=300)
+@example(
+    [
+        "layers.3.mlp.experts.1.layers.0.mlp.experts.0.gate_proj.qweight",
+        "layers.0.mlp.experts.0.gate_proj.qweight",
+        "layers.0.mlp.experts.1.gate_proj.qweight",
+    ]
+)
 @given(st.lists(_EXPERT_NAME | st.lists(_COMPONENT, max_size=9).map(".".join), max_size=40))
 def test_names_parsed_together_are_names_parsed_one_by_one(names: list[str]) -> None:
     parser = NameParser()
