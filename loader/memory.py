@@ -12,7 +12,8 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,8 +29,31 @@ _MAP_AT = 1 << 20
 """Host tensors from this size on get a mapping of their own."""
 
 
+_watchers: tuple[weakref.ref[Callable[[torch.Tensor], None]], ...] = ()
+
+
+def watch(watcher: Callable[[torch.Tensor], None]) -> None:
+    """Tell a watcher of every tensor that :func:`fresh` makes, for as long as the watcher lives.
+
+    For tests of what a load leaves behind. It is called in the thread that makes the tensor.
+    """
+    global _watchers
+    _watchers = (*(one for one in _watchers if one() is not None), weakref.ref(watcher))
+
+
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor whose storage is exactly its bytes."""
+    tensor = _uninitialised(shape, dtype, device)
+    for one in _watchers:
+        watcher = one()
+        if watcher is not None:
+            watcher(tensor)
+    return tensor
+
+
+def _uninitialised(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     nbytes = prod(shape) * dtype.itemsize
     # What a load makes outlives it: a tensor of inference mode could not be written outside of it.
     with torch.inference_mode(False):

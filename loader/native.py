@@ -24,7 +24,8 @@ from loader.reference.findings import FIELDS
 
 _LOG = logging.getLogger(__name__)
 
-_LIBRARY = torch.library.Library("qpn", "DEF")
+_NAMESPACE = "qpn"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define(
     "write(Tensor chunk, Tensor descriptors, Tensor(a!)[] banks, Tensor(b!) cache, int[] spec)"
     " -> Tensor"
@@ -127,6 +128,25 @@ _SERVING: dict[str, Implementation] = {"cpu": HOST or REFERENCE}
 def implementation_for(device: torch.device) -> Implementation | None:
     """The implementation that serves a device, or None where nothing does."""
     return _SERVING.get(device.type)
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """What serves the devices of this process now, one for each."""
+    return tuple(_SERVING.values())
+
+
+def operators() -> dict[str, torch._ops.OpOverload]:
+    """Every operator of this library that torch knows now, by its name: schema and all.
+
+    Asked of torch, not listed here, so that what is generated from it never goes stale.
+    """
+    found = {}
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, name = qualified.partition("::")
+        if namespace == _NAMESPACE:
+            packet, _, overload = name.partition(".")
+            found[name] = getattr(getattr(torch.ops.qpn, packet), overload or "default")
+    return found
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,17 @@ def test_a_device_without_an_implementation_is_refused(tmp_path: Path) -> None:
             "this build has no native code for the device, and the reference never stands in on a "
             "card; expected an implementation for the device, or device='cpu', found device meta"
         )
+
+
+def test_every_operator_is_known_with_its_schema_and_has_a_place_in_an_implementation() -> None:
+    found = native.operators()
+    assert set(found) >= {*OPERATORS, "read"}
+    assert all(found[name] is getattr(native, name).default for name in OPERATORS)
+    assert set(found) <= {field.name for field in fields(native.Implementation)}
+    with torch.library._scoped_library("qpn", "FRAGMENT") as library:
+        library.define("one(Tensor x) -> ()")
+        library.define("one.other(Tensor x, int n) -> ()")
+        assert set(native.operators()) == {*found, "one", "one.other"}
+        assert len(native.operators()["one.other"]._schema.arguments) == 2
+    assert native.operators() == found
+    assert native.implementations() == (native.HOST or native.REFERENCE,)

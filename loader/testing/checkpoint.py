@@ -66,10 +66,14 @@ class TinyCheckpoint(Spec):
 
     Projections are ``gate``, ``up``, ``down`` (a trailing ``_proj`` is accepted). With payload
     ``random`` the numbers are drawn again from the seed, whatever became of the files; with
-    ``fast`` they are read back. :meth:`stored_codes` always reads the files as they are now.
+    ``fast`` they are read back. :meth:`stored_codes` always reads the files as they are now. It
+    stands for its folder wherever a path is taken: ``loader.load(checkpoint)``.
     """
 
     folder: Path
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
 
     def codes(self, layer: int, expert: int, projection: str) -> Codes:
         """The unpacked codes of one projection as generated; see :class:`Codes` for dtypes."""
@@ -184,7 +188,9 @@ def tiny_checkpoint(
 ) -> TinyCheckpoint:
     """Write a checkpoint to ``folder`` (made if need be, without safetensors in it).
 
-    ``settings`` are the fields of :class:`loader.testing.spec.Settings`, described there.
+    ``settings`` are the fields of :class:`loader.testing.Settings`, described there: ``dialect``
+    and ``family`` name a row of ``DIALECTS`` and ``FAMILIES`` (``awq-gemm``, ``qwen3-moe``), sizes
+    default to H=256, I=512, E=8 in 2 layers, and the same ``seed`` gives the same numbers.
     ``config_overrides`` is merged into config.json, key by key at every depth.
     ``header_lengths``: the least length in bytes of each file's header text, in file order.
     ``progress`` gets (bytes written, bytes in all) after each piece.
