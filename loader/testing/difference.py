@@ -31,6 +31,7 @@ def at_most(where: object, what: str, most: int, found: int) -> Fact:
 
 def require(sentence: str, facts: Iterable[Fact]) -> None:
     """Raise ``AssertionError`` with ``sentence`` and a table of the facts that do not hold."""
+    __tracebackhide__ = True  # pytest shows the line of the test
     checked = list(facts)
     wrong = [fact for fact in checked if not fact.holds]
     if wrong:

@@ -90,6 +90,7 @@ class LifecycleRecorder:
 
     def assert_released_once(self) -> None:
         """Every layer took every step in order, and released its cache exactly once."""
+        __tracebackhide__ = True
         require("a layer was not released once, in its turn", self._release_facts())
 
     def _release_facts(self) -> Iterator[Fact]:
@@ -104,6 +105,7 @@ class LifecycleRecorder:
         All bytes that were planned were read; of the watched modules no source tensor was left
         when the layer was released; of the watched folders no file is open or mapped now.
         """
+        __tracebackhide__ = True
         require("sources outlived the conversion", self._source_facts())
 
     def _source_facts(self) -> Iterator[Fact]:
@@ -125,6 +127,7 @@ class LifecycleRecorder:
         byte. The counters of the process, which others move, too, are back within
         ``tolerance_bytes`` of where they were.
         """
+        __tracebackhide__ = True
         require("a failed load left something", self._failure_facts(tolerance_bytes))
 
     def _failure_facts(self, tolerance_bytes: int) -> Iterator[Fact]:
@@ -143,6 +146,7 @@ class LifecycleRecorder:
         For a report, what was measured is what was planned, too, and what the load allocated holds
         no more than that now. ``expected`` may also be bytes by layer, as for prepared modules.
         """
+        __tracebackhide__ = True
         require("the bytes of the card are not those expected", self._byte_facts(expected))
 
     def _byte_facts(self, expected: Plan | LoadReport | Mapping[int, int]) -> Iterator[Fact]:

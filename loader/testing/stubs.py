@@ -39,7 +39,7 @@ class Stubs:
         self._operators = dict(operators)
         self._calls: list[Call] = []
         self._kept: set[str] = set()
-        self._faults: list[tuple[str, int, BaseException]] = []
+        self._faults: dict[tuple[str, int], BaseException] = {}
         self._counts = dict.fromkeys(operators, 0)
         self._zeroed: dict[int, StorageWeakRef] = {}
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class Stubs:
         if at < 1:
             raise UnsupportedError("no such call", expected="1 for the next one", found=at)
         with self._lock:
-            self._faults.append((operator, self._counts[operator] + at, error))
+            self._faults[operator, self._counts[operator] + at] = error
 
     def serve(self, base: native.Implementation) -> native.Implementation:
         """``base`` with its operators stubbed; what it says of itself stays, so plans do, too.
@@ -136,10 +136,9 @@ class Stubs:
         with self._lock:
             self._calls.append(Call(name, told, threading.current_thread().name))
             self._counts[name] += 1
-            due = [one for one in self._faults if one[:2] == (name, self._counts[name])]
-            self._faults = [one for one in self._faults if one not in due]
-        for _, _, error in due:
-            raise error
+            fault = self._faults.pop((name, self._counts[name]), None)
+        if fault is not None:
+            raise fault
 
     def _write(self, name: str, written: torch.Tensor | Iterable[torch.Tensor]) -> None:
         for tensor in [written] if isinstance(written, torch.Tensor) else written:

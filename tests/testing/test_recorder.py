@@ -176,10 +176,11 @@ def test_a_load_that_fails_leaves_nothing(checkpoint: TinyCheckpoint, state: str
     recorder = lifecycle_recorder()
     with pytest.raises(LoaderError) as caught:
         loader.load(checkpoint, observers=[recorder, Raiser(state, 1)])
+    others = loader.load(checkpoint)  # not observed, and none of the recorder's business
     recorder.assert_nothing_left()
-    assert caught.value.layer == 1
+    assert caught.value.layer == 1 and len(others) == 3
     # The same recorder takes the next load as if nothing had been.
-    experts = loader.load(checkpoint, observers=[recorder])
+    experts = loader.load(checkpoint, observers=[recorder], layers=[2])
     recorder.assert_released_once()
     recorder.assert_bytes(experts.report)
 
@@ -234,14 +235,16 @@ def test_memory_that_is_left_is_told_to_the_byte(
 
 def test_memory_that_the_process_holds_is_told(checkpoint: TinyCheckpoint) -> None:
     recorder = lifecycle_recorder()
+    earlier = torch.ones(24 << 20, dtype=torch.uint8)  # before the load began: not left by it
     with pytest.raises(LoaderError):
         loader.load(checkpoint, observers=[recorder, Raiser("ready", 2)])
+    recorder.assert_nothing_left()
     held = torch.ones(24 << 20, dtype=torch.uint8)
     ((what, expected, found),) = refused(recorder, "assert_nothing_left")
     assert (what, expected) == ("host anonymous bytes", f"at most {8 << 20}")
     assert int(found) > 16 << 20
     recorder.assert_nothing_left(tolerance_bytes=64 << 20)
-    del held
+    del held, earlier
 
 
 def test_a_release_after_the_failure_is_told() -> None:
