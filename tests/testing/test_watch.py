@@ -56,8 +56,9 @@ def test_a_watcher_that_is_gone_is_told_nothing() -> None:
     gc.collect()
     kept = memory.fresh((7,), torch.uint8, CPU)
     assert storages.alive() == 0 and kept.nbytes == 7
-    Allocations()
-    assert len(memory._watchers) < 5  # those that are gone are forgotten
+    for _ in range(10):
+        Allocations()
+    assert len(memory._watchers) < 10  # those that are gone are forgotten
 
 
 def test_the_host_has_a_counter() -> None:
