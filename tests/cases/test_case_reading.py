@@ -2,91 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from case_checks import Recorder, case, nan_memory, small
+from case_reads import MIB, check_reads, merged, needed, reads_by_layer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import loader
-from loader.checkpoint import source as source_module
-from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
-from loader.testing.container import RawTensor, read_header, rewrite, truncate_file
-
-GAP = 4096
-MIB = 1 << 20
-UNUSED = ("input_scale", "input_global_scale")
-Interval = tuple[str, int, int]
-
-
-def needed(checkpoint: TinyCheckpoint, layer: int, experts: tuple[int, ...]) -> list[Interval]:
-    """(file, first byte, last byte) of every expert tensor that a rank needs, in file order."""
-    found = []
-    for path in checkpoint.files():
-        header, begin = read_header(path)
-        for name, entry in header.items():
-            words = name.split(".")
-            if f".layers.{layer}." not in name or "experts" not in words:
-                continue
-            expert = words[words.index("experts") + 1]
-            if words[-1] in UNUSED or (expert.isdecimal() and int(expert) not in experts):
-                continue
-            first, last = entry["data_offsets"]
-            found.append((path.name, begin + first, begin + last))
-    return sorted(found)
-
-
-def merged(intervals: list[Interval], gap: int = GAP) -> list[Interval]:
-    """Runs of intervals that lie no further apart than ``gap``."""
-    runs: list[Interval] = []
-    for file, first, last in sorted(intervals):
-        if runs and runs[-1][0] == file and first - runs[-1][2] <= gap:
-            runs[-1] = (file, runs[-1][1], max(last, runs[-1][2]))
-        else:
-            runs.append((file, first, last))
-    return runs
-
-
-def reads_by_layer(
-    checkpoint: TinyCheckpoint, **settings: Any
-) -> tuple[dict[int, list[Interval]], loader.LoadReport]:
-    """Payload reads of a load, by the layer whose tensors they begin with."""
-    layer_at: dict[str, list[tuple[int, int]]] = {}
-    for path in checkpoint.files():
-        header, begin = read_header(path)
-        layer_at[path.name] = sorted(
-            (begin + entry["data_offsets"][0], int(name.split(".layers.")[1].split(".")[0]))
-            for name, entry in header.items()
-            if ".experts." in name and entry["data_offsets"][0] < entry["data_offsets"][1]
-        )
-    source = Recorder(checkpoint.folder)
-    with source, nan_memory():
-        report = loader.load(source, **settings).report
-    by_layer: dict[int, list[Interval]] = {}
-    for file, offset, length in source.payload_reads():
-        layer = max((at, n) for at, n in layer_at[file] if at <= offset)[1]
-        by_layer.setdefault(layer, []).append((file, offset, offset + length))
-    return by_layer, report
-
-
-def check_reads(reads: list[Interval], wanted: list[Interval], *, sliced: bool = False) -> None:
-    """In file order, no byte twice, all that is needed, and small gaps but nothing else beside."""
-    assert reads == sorted(reads), "not in file order"
-    for (file, _, last), (other, first, _) in zip(reads, reads[1:], strict=False):
-        assert file != other or last <= first, "a byte is read twice"
-    runs = merged(wanted)
-    for file, first, last in reads:
-        inside = any(f == file and a <= first and last <= b for f, a, b in runs)
-        assert inside, "more is read than the runs that are needed"
-    for file, first, last in [] if sliced else wanted:
-        inside = any(f == file and a <= first and last <= b for f, a, b in merged(reads, 0))
-        assert inside, "a byte that is needed is not read"
-
+from loader.testing.container import truncate_file
 
 # 9.1 Slow mounts
 
@@ -255,111 +181,3 @@ def test_a_source_that_fails_is_one_clear_error(tmp_path: Path, kind: Exception)
         assert fresh.calls and not fresh.alive
     assert caught.value.file == "model-00001-of-00002.safetensors"
     assert caught.value.layer == 0 and str(kind) in str(caught.value)
-
-
-# 9.2 Very many tensors
-
-LENGTHS = [*range(99_990, 100_011), 20_000_000]
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
-    """70 sparse shards of one model, the first with long headers."""
-    return tiny_checkpoint(
-        tmp_path_factory.mktemp("many"),
-        dialect="awq-gemm",
-        hidden=128,
-        intermediate=256,
-        experts=24,
-        layers=10,
-        shards=70,
-        payload="sparse",
-        attention=False,
-        header_lengths=LENGTHS,
-    )
-
-
-def count_opens(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each file is opened from here on."""
-    opened: Counter[str] = Counter()
-    plain = source_module._open_regular
-
-    def counting(path: str, file: str) -> int:
-        opened[file] += 1
-        return plain(path, file)
-
-    patch.setattr(source_module, "_open_regular", counting)
-    return opened
-
-
-def test_headers_of_every_length_are_read(many: TinyCheckpoint) -> None:
-    lengths = [read_header(path)[1] - 8 for path in many.files()]
-    assert lengths[: len(LENGTHS)] == LENGTHS and len(lengths) == 70
-    planned = loader.plan(many.folder)
-    assert [layer.layer for layer in planned.layers] == list(range(10))
-    assert sum(len(layer.source.tables) for layer in planned.layers) == 10 * 9
-
-
-def test_one_open_for_each_file(many: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = count_opens(monkeypatch)
-    loader.load(many.folder, shard=loader.Shard(ep_rank=3, ep_size=8))
-    files = {path.name for path in many.files()}
-    assert {file: opened[file] for file in files} == dict.fromkeys(files, 1)
-
-
-def test_bytes_read_are_headers_and_this_ranks_experts(many: TinyCheckpoint) -> None:
-    shard = loader.Shard(ep_rank=3, ep_size=8)
-    assert shard.experts_of(24) == (9, 10, 11)
-    with Recorder(many.folder) as source:
-        report = loader.load(source, shard=shard).report
-    payload = sum(length for *_, length in source.payload_reads())
-    wanted = [i for layer in range(10) for i in needed(many, layer, (9, 10, 11))]
-    exact = sum(last - first for _, first, last in wanted)
-    runs = sum(last - first for _, first, last in merged(wanted))
-    assert payload == report.bytes_read == runs
-    assert exact <= payload <= 1.02 * exact
-    headers = (
-        sum(length for file, _, length in source.reads if file.endswith(".safetensors")) - payload
-    )
-    assert headers == sum(read_header(path)[1] for path in many.files())
-
-
-def test_planning_reads_headers_once_and_nothing_else(many: TinyCheckpoint) -> None:
-    with Recorder(many.folder) as source:
-        loader.plan(source)
-    reads = [read for read in source.reads if read[0].endswith(".safetensors")]
-    assert not source.payload_reads()
-    assert sum(length for *_, length in reads) == sum(read_header(p)[1] for p in many.files())
-    assert len(reads) == 2 * 70
-
-
-def test_the_work_of_planning_grows_with_the_tensors(tmp_path: Path) -> None:
-    """Twice the layers, twice the calls: nothing in planning looks at all tensors per layer."""
-    counts = []
-    for layers in (4, 8, 16):
-        checkpoint = small(tmp_path / str(layers), "A", layers=layers, shards=1)
-        calls = 0
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        loader.plan(checkpoint.folder)
-        before = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            loader.plan(checkpoint.folder)
-        finally:
-            sys.setprofile(before)
-        counts.append(calls)
-    first, second = counts[1] - counts[0], counts[2] - counts[1]
-    assert second <= 2.2 * first, counts
-
-
-def test_a_tensor_that_is_not_the_models_costs_nothing(tmp_path: Path) -> None:
-    checkpoint = small(tmp_path, "A", shards=1)
-    big = RawTensor("U8", (1 << 20,), bytes(1 << 20))
-    rewrite(tmp_path, lambda tensors: tensors.update({"vision.tower.weight": big}))
-    by_layer, report = reads_by_layer(checkpoint)
-    assert report.bytes_read < 1 << 20
-    assert sorted(by_layer) == [0, 1]
