@@ -73,6 +73,10 @@ class Parts:
         """Whether the checkpoint holds this part."""
         return part in self.checkpoint.modules.get(self.ref.name, ())
 
+    def empty(self, part: str) -> bool:
+        """Whether the tensor of this part holds no value, in whatever shape."""
+        return 0 in self.checkpoint.shape(self.name(part))
+
     def dtype(self, part: str) -> str:
         """Dtype of one part as its header says."""
         return self.checkpoint.dtype(self.name(part))
@@ -149,13 +153,8 @@ class AwqGemm:
         parts.require_shape("scales", self._scales, (len(self._scales), packed * 8))
         scheme = config.scheme(k, len(self._scales), parts.name("scales"))
         self._group = scheme.group_size or k
-        self._zeros: Array | None = None
-        if _has_zeros(parts, "qzeros", scheme):
-            self._zeros = parts.bits("qzeros", ("I32",), 2)
-            if self._zeros.size:
-                parts.require_shape("qzeros", self._zeros, (len(self._scales), packed))
-            else:
-                self._zeros = None
+        # A writer leaves those of a symmetric layer empty, whatever the config says of the model.
+        self._zeros = _zero_points(parts, "qzeros", scheme, (len(self._scales), packed), True)
 
     def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
         """See :class:`Decoder`."""
@@ -184,10 +183,8 @@ class PackQuantized:
         parts.require_shape("weight_scale", self._scales, (n, groups))
         scheme = config.scheme(packed * 8, groups, parts.name("weight_scale"))
         self._group = scheme.group_size or packed * 8
-        self._zeros: Array | None = None
-        if _has_zeros(parts, "weight_zero_point", scheme):
-            self._zeros = parts.bits("weight_zero_point", ("I32",), 2)
-            parts.require_shape("weight_zero_point", self._zeros, (-(-n // 8), groups))
+        shape = (-(-n // 8), groups)
+        self._zeros = _zero_points(parts, "weight_zero_point", scheme, shape, scheme.symmetric)
 
     def weights(self, columns: Index, rows: slice, rounding: Rounding) -> Float64:
         """See :class:`Decoder`."""
@@ -202,11 +199,18 @@ class PackQuantized:
         return _int4(q, _nibbles(self._zeros[column // 8], nibble)[:, group], s, rounding)
 
 
-def _has_zeros(parts: Parts, part: str, scheme: Scheme) -> bool:
+def _zero_points(
+    parts: Parts, part: str, scheme: Scheme, shape: tuple[int, int], may_be_empty: bool
+) -> Array | None:
+    """Packed zero points of that shape; None where they are 8: absent, or empty where they may."""
     if parts.has(part):
-        return True
+        if may_be_empty and parts.empty(part):
+            return None
+        zeros = parts.bits(part, ("I32",), 2)
+        parts.require_shape(part, zeros, shape)
+        return zeros
     if scheme.symmetric:
-        return False
+        return None
     raise CheckpointError(
         "zero points are missing",
         file=str(parts.checkpoint.folder),

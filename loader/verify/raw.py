@@ -101,6 +101,10 @@ class RawCheckpoint:
         """The dtype of ``name`` as the header spells it, such as ``F8_E4M3``."""
         return str(self._slice(name).get_dtype())
 
+    def shape(self, name: str) -> list[int]:
+        """The shape of ``name`` as the header has it."""
+        return list(self._slice(name).get_shape())
+
     def read(self, name: str, lead: int | None = None) -> torch.Tensor:
         """The tensor ``name`` on the host; with ``lead``, that index of its leading axis only."""
         view = self._slice(name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from case_checks import PRESENT, ok, refuse, small
 
+import loader
 from loader.testing.checkpoint import TinyCheckpoint
 from loader.testing.container import RawTensor, edit_json, edit_tensor, rewrite
 
@@ -51,6 +52,27 @@ def test_zero_points_that_are_stored_empty(
 
     rewrite(tmp_path, edit)
     ok(checkpoint, truth=eights(checkpoint, (layer,)), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 2), (3, 0)])
+@pytest.mark.parametrize("dialect, part", [("A", "qzeros"), ("ct-int4", "weight_zero_point")])
+def test_a_load_with_empty_zero_points_is_verified(
+    tmp_path: Path, dialect: str, part: str, shape: tuple[int, ...]
+) -> None:
+    checkpoint = small(tmp_path, dialect)
+
+    def edit(tensors: dict[str, Any]) -> None:
+        (file, *_) = {tensor.file for tensor in tensors.values()}
+        for expert in range(checkpoint.experts):
+            for projection in ("gate", "up", "down"):
+                name = checkpoint.name(1, expert, projection, part)
+                tensors[name] = RawTensor("I32", shape, b"", file)
+
+    rewrite(tmp_path, edit)
+    experts = loader.load(tmp_path)
+    assert loader.verify(experts, tmp_path, samples=64).ok
+    experts[1].w13_zeros.view(-1)[0] ^= 0x70
+    assert not loader.verify(experts, tmp_path, samples=1 << 20).ok
 
 
 @pytest.mark.parametrize("experts", ["3", "012"])
