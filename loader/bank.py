@@ -309,7 +309,7 @@ def unpack_zeros(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
-def group_of_rows(spec: BankSpec, device: torch.device | None = None) -> torch.Tensor:
+def group_of_rows(spec: BankSpec, device: torch.device) -> torch.Tensor:
     """Group of each of the K rows, ``(K,) int64``, clamped to the last group."""
     rows = torch.arange(spec.k, device=device)
     return ((rows + spec.phase) // spec.group).clamp_(max=spec.groups - 1)

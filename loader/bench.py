@@ -30,7 +30,7 @@ def bench_steps(
     experts: LoadedExperts, tokens: Sequence[int], top_k: int, dtype: torch.dtype
 ) -> list[Step]:
     """Time each token count over all layers (so that caches are left), median of five rounds."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     steps = []
     for count in tokens:
         rounds = []
@@ -60,11 +60,12 @@ def _inputs(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    held = torch.tensor(layer.expert_ids)
-    x = torch.randn((tokens, layer.hidden_size), generator=generator).to(dtype)
-    order = torch.rand((tokens, len(held)), generator=generator).argsort(dim=1)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    held = torch.tensor(layer.expert_ids, device="cpu")
+    x = torch.randn((tokens, layer.hidden_size), generator=generator, **kind).to(dtype)
+    order = torch.rand((tokens, len(held)), generator=generator, **kind).argsort(dim=1)
     ids = held[order[:, : min(top_k, len(held))]]
-    weights = torch.rand(ids.shape, generator=generator)
+    weights = torch.rand(ids.shape, generator=generator, **kind)
     return x, ids, weights / weights.sum(1, keepdim=True)
 
 

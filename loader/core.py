@@ -287,7 +287,7 @@ _REFUSED, _FAILED_READ = 1, 2
 
 def _checked(call: _Call, room: int) -> torch.Tensor:
     """Run a native call; its findings, or the error it names."""
-    findings = torch.empty((room, len(FIELDS)), dtype=torch.int64)
+    findings = torch.empty((room, len(FIELDS)), dtype=torch.int64, device="cpu")
     found, error = ctypes.c_int64(0), _Error()
     code = call(findings, found, error)
     what = error.what.decode()

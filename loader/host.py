@@ -45,7 +45,7 @@ class HostRoutes:
             return
         needed = self._core.moe_scratch_bytes(spec, tokens, topk_ids.shape[1])
         if scratch.nbytes < needed:  # a wider top-k than the plan knew of
-            scratch = torch.empty(needed // 4 + 1, dtype=torch.float32)
+            scratch = torch.empty(needed // 4 + 1, dtype=torch.float32, device=x.device)
         target = out if out.is_contiguous() else torch.empty_like(x)
         self._core.moe(
             target,

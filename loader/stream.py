@@ -42,7 +42,7 @@ class Staging:
 
     def close(self) -> None:
         """Drop the buffers; may be called again."""
-        self._table = torch.empty((0, 0), dtype=torch.uint8)
+        self._table = torch.empty((0, 0), dtype=torch.uint8, device="cpu")
 
 
 class Scheduled(NamedTuple):

@@ -58,7 +58,8 @@ class Workspace:
 
 
 def _expert_map(expert_ids: Sequence[int], experts: int) -> torch.Tensor:
-    table = torch.full((experts,), -1, dtype=torch.int32)
-    slots = torch.arange(len(expert_ids), dtype=torch.int32)
-    table[torch.tensor(expert_ids, dtype=torch.int64)] = slots
+    """On the host, whatever the caller's default device is."""
+    table = torch.full((experts,), -1, dtype=torch.int32, device="cpu")
+    slots = torch.arange(len(expert_ids), dtype=torch.int32, device="cpu")
+    table[torch.tensor(expert_ids, dtype=torch.int64, device="cpu")] = slots
     return table

@@ -110,7 +110,8 @@ def _codes_kn(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
     parts = block.view(torch.uint8).view(block.shape[0], -1, 4)
-    codes = torch.empty((block.shape[0], parts.shape[1], 8), dtype=torch.uint8)
+    shape = (block.shape[0], parts.shape[1], 8)
+    codes = torch.empty(shape, dtype=torch.uint8, device=block.device)
     for column, nibble in enumerate(_AWQ_NIBBLE):
         codes[:, :, column] = (parts[:, :, nibble // 2] >> (4 * (nibble % 2))) & 0xF
     words = pack_rows(codes.view(block.shape[0], -1)[:, : piece.cols])
@@ -261,7 +262,8 @@ def _global(
 def _shape(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
-    bad = block.view(1, -1) != torch.tensor([[piece.expect_a, piece.expect_b]])
+    wanted = torch.tensor([[piece.expect_a, piece.expect_b]], device=block.device)
+    bad = block.view(1, -1) != wanted
     return first_bad(subject, Kind.SHAPE, bad, block)
 
 
@@ -269,7 +271,8 @@ def _group_index(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
     index = block.view(1, -1)
-    ordered = torch.arange(piece.cols, dtype=torch.int32) // piece.expect_a
+    rows = torch.arange(piece.cols, dtype=torch.int32, device=block.device)
+    ordered = rows // piece.expect_a
     if bool((index == -1).all()):
         return []
     return first_bad(subject, Kind.GROUPS, index != ordered, index)

@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 def none() -> torch.Tensor:
     """No findings: ``(0, 6) int64``."""
-    return torch.empty((0, len(FIELDS)), dtype=torch.int64)
+    return torch.empty((0, len(FIELDS)), dtype=torch.int64, device="cpu")
 
 
 def first_bad(
@@ -52,4 +52,4 @@ def first_bad(
 
 def table(rows: list[list[int]]) -> torch.Tensor:
     """Findings as a tensor ``(findings, 6) int64``."""
-    return torch.tensor(rows, dtype=torch.int64) if rows else none()
+    return torch.tensor(rows, dtype=torch.int64, device="cpu") if rows else none()

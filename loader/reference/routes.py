@@ -65,7 +65,7 @@ def _in_router_order(
     banks: Sequence[torch.Tensor],
     product: Product,
 ) -> None:
-    total = torch.zeros(x.shape, dtype=torch.float32)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for position, slot in enumerate(slots[0].tolist()):
         if slot >= 0:
             y = _expert(x, layer, banks, slot, product)
@@ -87,7 +87,7 @@ def by_expert(
     for slot in torch.unique(slots[slots >= 0]).tolist():
         token, position = (slots == slot).nonzero(as_tuple=True)
         results[token, position] = _expert(x[token], layer, banks, slot, product)
-    total = torch.zeros(x.shape, dtype=torch.float32)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for position in range(slots.shape[1]):
         # A skipped slot is not multiplied: its weight may be NaN.
         used = (slots[:, position] >= 0).unsqueeze(1)

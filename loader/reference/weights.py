@@ -82,8 +82,10 @@ def scaled_codes(bank: BankSpec, tensors: Tensors, at: Columns) -> ScaledCodes:
     codes = _codes(bank, tensors, at)
     if bank.kind == "int4":
         scale, zero = scale_and_zero(bank, tensors, at)
-        return ScaledCodes(codes.float() - zero[group_of_rows(bank)], scale.float(), None, False)
-    values = torch.tensor(E2M1_VALUES)[codes.long()]
+        rows = group_of_rows(bank, codes.device)
+        return ScaledCodes(codes.float() - zero[rows], scale.float(), None, False)
+    known = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
+    values = known[codes.long()]
     run = slice(at.first, at.last)
     if bank.layout == "wide":
         scale = tensors["metadata"][at.slot, :, run].float()
@@ -108,7 +110,7 @@ def dequantize(bank: BankSpec, rounding: str, tensors: Tensors, at: Columns) -> 
     """
     if bank.kind == "plain":
         return tensors["weight"][at.slot, at.first : at.last].float()
-    group = group_of_rows(bank)
+    group = group_of_rows(bank, tensors["weight"].device)
     if bank.kind == "int4" and rounding == "fused_bias":
         scale, bias = _scale_and_bias(bank, tensors, at)
         # q * s + b is exact in fp64, so this rounds once, as an fp16 fma does.
