@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from loader import launch
 from loader.bench import bench_dict, bench_steps, bench_text
 from loader.errors import LoaderError
 from loader.experts import LoadedExperts
@@ -26,7 +27,7 @@ from loader.pipeline import load
 from loader.plan import DEFAULT_STAGING_BYTES, plan_cards
 from loader.policy import LAYOUTS, NONFINITE, ROUNDINGS, SWITCHES, Policy
 from loader.progress import ProgressBar
-from loader.render import WIDTH, load_text, plan_text
+from loader.render import WIDTH, load_text, plan_text, ranks_text
 from loader.report import write_json
 from loader.shard import Shard
 from loader.verify import verify
@@ -41,8 +42,11 @@ _INTERRUPTED = 130
 _MOST_LAYERS = 1 << 16
 """Layers that a list on the command line may name: a slip must not fill the memory."""
 
-Result = tuple[str, Any, int]
-"""What a command shows, what it writes as JSON, and its exit code."""
+Result = tuple[str | None, Any, int]
+"""What a command shows, what it writes as JSON, and its exit code.
+
+Nothing to show: a rank other than the first, which shows and writes for all.
+"""
 
 
 def size(text: str) -> int:
@@ -87,6 +91,7 @@ def token_list(text: str) -> list[int]:
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser("qpn", description=(__doc__ or "").splitlines()[0])
+    parser.set_defaults(who="qpn")
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
         "inspect": "show what is in a checkpoint, from headers",
@@ -102,6 +107,8 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--debug", action="store_true", help="show tracebacks and more log")
         if name != "inspect":
             _add_load_options(command)
+        if name == "load":
+            launch.add_options(command)
         if name == "verify":
             command.add_argument("--samples", type=count, default=1152, help="columns to compare")
             command.add_argument("--seed", type=int, default=0, help="seed of the draw")
@@ -161,6 +168,8 @@ def _check_call(options: argparse.Namespace) -> None:
     if options.command != "inspect":
         _policy(options)
         _shards(options)
+    if launch.is_rank(options):
+        launch.check_call(options)
 
 
 def _width() -> int:
@@ -204,6 +213,11 @@ def _load(options: argparse.Namespace) -> LoadedExperts:
 
 
 def _run_load(options: argparse.Namespace) -> Result:
+    if launch.is_rank(options):
+        cards = launch.run(options, _policy(options))
+        if not cards:
+            return None, None, 0
+        return ranks_text(cards, _width()), {"schema": 1, "cards": cards}, 0
     report = _load(options).report.to_dict()
     return load_text(report, _width()), report, 0
 
@@ -243,14 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         text, result, code = _COMMANDS[options.command](options)
-        if options.json:
+        if options.json and result is not None:
             write_json(result, options.json)
     except (Exception, KeyboardInterrupt) as error:
         if options.debug:
             raise
-        print(f"qpn: {_one_line(error)}", file=sys.stderr)
+        print(f"{options.who}: {_one_line(error)}", file=sys.stderr)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    _show(text)
+    if text is not None:
+        _show(text)
     return code
 
 

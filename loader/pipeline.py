@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -31,6 +32,22 @@ from loader.workspace import Workspace
 
 _LOG = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """The other ranks of a load, which ``loader/ranks.py`` speaks to."""
+
+    def beat(self) -> None:
+        """Shows the others that this rank gets on."""
+
+    def agree(self, plan: Plan) -> None:
+        """Returns when all ranks hold plans that agree with this one; raises where they do not."""
+
+    def from_first(self, name: str, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, on every rank: for what is measured during a load."""
+        ...
+
 
 def load(
     source: str | os.PathLike[str] | Source,
@@ -54,6 +71,34 @@ def load(
     Returns the experts by layer; the caller owns them. Raises a :class:`loader.LoaderError`; a
     load that fails leaves nothing allocated.
     """
+    return load_with(
+        None,
+        source,
+        device,
+        shard,
+        policy,
+        layers,
+        staging_bytes,
+        observers,
+        card_memory=card_memory,
+        family=family,
+    )
+
+
+def load_with(
+    peers: Peers | None,
+    source: str | os.PathLike[str] | Source,
+    device: str | torch.device,
+    shard: Shard | None,
+    policy: Policy | None,
+    layers: Iterable[int] | None,
+    staging_bytes: int,
+    observers: Iterable[Observer],
+    *,
+    card_memory: int | None,
+    family: Family | None,
+) -> LoadedExperts:
+    """:func:`load`, as one of several ranks: they agree on the plan before payload is read."""
     began = time.perf_counter()
     baseline = memory.host_memory()
     resolved = (policy or Policy()).resolve()
@@ -71,7 +116,7 @@ def load(
                 staging_bytes=staging_bytes,
                 card_memory=card_memory,
             )
-            return _load(opened, families, make_plan, observers, baseline, began)
+            return _load(opened, families, make_plan, peers, observers, baseline, began)
         finally:
             if opened is not source:
                 opened.close()
@@ -81,12 +126,15 @@ def _load(
     source: Source,
     families: Iterable[Family],
     make_plan: Callable[[Checkpoint], Plan],
+    peers: Peers | None,
     observers: Iterable[Observer],
     baseline: memory.HostMemory,
     began: float,
 ) -> LoadedExperts:
     plan = make_plan(open_checkpoint(source, families))
     plan.require_fit()
+    if peers is not None:
+        peers.agree(plan)
     run = _Load(plan, observers, baseline, began)
     try:
         return run.run()

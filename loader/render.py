@@ -25,6 +25,41 @@ def load_text(report: Report, width: int = WIDTH) -> str:
     return render(*_plan_parts([report], width), *_memory_parts(report), width=width)
 
 
+def ranks_text(reports: Sequence[Report], width: int = WIDTH) -> str:
+    """The load of several ranks: the tables of rank 0's card, and every card's memory in one."""
+    first = [report for report in reports if report["layers"]][:1]
+    parts = _plan_parts(first, width) if first else []
+    return render(*parts, _all_cards(reports), width=width)
+
+
+def _all_cards(reports: Sequence[Report]) -> Table:
+    rows = []
+    for rank, report in enumerate(reports):
+        m = report["memory"]
+        sizes = (
+            m["predicted_resident"],
+            m["resident"],
+            m["predicted_peak"],
+            m["peak"] - m["baseline"],
+            m["host_uss_peak"],
+            report["bytes_read"],
+        )
+        card = _card_name(report).replace("\n", " ")
+        rows.append((rank, card, *map(human_bytes, sizes), f"{report['seconds']:.2f}"))
+    columns = (
+        "rank",
+        "card",
+        "resident\npredicted",
+        "resident\nmeasured",
+        "peak\npredicted",
+        "peak\nmeasured",
+        "host USS",
+        "read",
+        "s",
+    )
+    return Table("Memory of all cards (peaks above the baseline)", columns, rows, ("card",))
+
+
 def _plan_parts(reports: Sequence[Report], width: int) -> Parts:
     """Tables and lines: cards, layers, routes, and what is left alone."""
     first = reports[0]

@@ -37,13 +37,14 @@ LAYERS = (
     "pieces chunks",
     "route layer_choice layer_plan render plan report",
     "stream lifecycle workspace crossover verdict experts pipeline parameters inplace",
+    "meeting ranks",
     "verify.layer verify.raw verify.naming verify.config verify.decode verify.slice",
     "verify.report verify.sample verify.forward verify.run verify",
     "testing.encode testing.container testing.family testing.dialect testing.spec testing.values",
     "testing.model testing.config testing.payload testing.checkpoint",
     "testing.call testing.result testing.stubs testing.difference testing.watch testing.recorder",
     "testing",
-    "inspect bench progress command __main__",
+    "inspect bench progress launch command __main__",
 )
 ORDER = [name for layer in LAYERS for name in layer.split()]
 
