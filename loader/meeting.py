@@ -139,14 +139,22 @@ class Meeting:
     def leave(self) -> None:
         """Wait until every rank has read the decision: its process may keep the store."""
         until = time.monotonic() + min(self.timeout, _LEAVE_SECONDS)
-        waiting = self._others()
         try:
+            self._set(f"read/{self.rank}", True)
+            self._await_until(until, "read")
             self._set(f"left/{self.rank}", True)
-            while waiting and time.monotonic() < until:
-                waiting = [r for r in waiting if not self._has(f"left/{r}") and not self._ended(r)]
-                time.sleep(_POLL_SECONDS if waiting else 0)
+            if dist.get_rank() == 0:
+                # Where no launcher keeps the store this rank does: it is the last to go.
+                self._await_until(until, "left")
         except RankError:
             return  # the store is gone, and with it whoever could have waited for us
+
+    def _await_until(self, until: float, name: str) -> None:
+        """Wait for a key of every rank whose process still runs, as long as there is time."""
+        waiting = self._others()
+        while waiting and time.monotonic() < until:
+            waiting = [r for r in waiting if not self._has(f"{name}/{r}") and not self._ended(r)]
+            time.sleep(_POLL_SECONDS if waiting else 0)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]

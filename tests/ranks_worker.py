@@ -1,0 +1,155 @@
+"""One rank of the worlds that ``test_ranks.py`` starts: runs a scenario, writes what came of it.
+
+``python ranks_worker.py SCENARIO FOLDER`` takes the checkpoints in FOLDER and writes its findings
+to ``out.RANK.json`` there. The launcher's variables say which rank this is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from moe_oracle import activations, routing
+
+import loader
+from loader import memory, ranks
+from loader.lifecycle import LayerEvent
+from loader.meeting import Meeting
+
+SCENARIOS: dict[str, Callable[[Path], Any]] = {}
+PATIENCE = 120.0
+SHORT = 3.0
+
+
+def scenario(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def outcome(call: Callable[[], Any]) -> dict[str, Any]:
+    """What a load came to: its error, or which layers and shard this rank holds."""
+    began = time.monotonic()
+    try:
+        experts = call()
+    except loader.LoaderError as error:
+        facts = {"error": type(error).__name__, "text": str(error)}
+        return {**facts, "seconds": time.monotonic() - began}
+    return {"layers": list(experts), "cards": experts.cards, "text": experts.cards_text()}
+
+
+def at(state: str, layer: int, act: Callable[[], None]) -> Callable[[LayerEvent], None]:
+    def observe(event: LayerEvent) -> None:
+        if event.state == state and event.layer == layer:
+            act()
+
+    return observe
+
+
+def summed(experts: ranks.RankedExperts, tokens: int, dtype: torch.dtype) -> list[list[float]]:
+    """The layer's output, summed over ranks in fp32."""
+    layer = experts[0]
+    y = layer(activations(tokens, layer.hidden_size, dtype), *routing(tokens, 4, 2)).float()
+    dist.all_reduce(y)
+    return y.tolist()
+
+
+@scenario
+def sums(folder: Path) -> Any:
+    """Forward passes over TP, EP and both, of every checkpoint: sums for the test to judge."""
+    found: dict[str, Any] = {}
+    for name in ("awq", "nvfp4", "plain"):
+        for tp_size, ep_size in ((4, 1), (1, 4), (2, 2)):
+            experts = ranks.load(
+                folder / name, layers=[0], tp_size=tp_size, ep_size=ep_size, timeout=PATIENCE
+            )
+            for tokens in (1, 5, 17):
+                for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    key = f"{name} {tp_size} {ep_size} {tokens} {str(dtype)[6:]}"
+                    found[key] = summed(experts, tokens, dtype)
+    return found
+
+
+@scenario
+def agreements(folder: Path) -> Any:
+    """Loads that disagree or fail in turn, each followed by others on the same group."""
+    rank, awq = dist.get_rank(), folder / "awq"
+
+    def load(source: Path = awq, **more: Any) -> dict[str, Any]:
+        return outcome(lambda: ranks.load(source, timeout=PATIENCE, **more))
+
+    found: dict[str, Any] = {}
+    os.environ["QPN_M1"] = "0" if rank == 1 else "1"
+    found["environment"], found["environment again"] = load(), load()
+    os.environ["QPN_M1"] = "2" if rank == 2 else "1"
+    found["bad variable"] = load()
+    del os.environ["QPN_M1"]
+    found["flag"] = load(policy=loader.Policy(awq_rounding="fused_bias" if rank == 3 else "exact"))
+    found["sizes"] = load(tp_size=2 if rank == 0 else 4, ep_size=2 if rank == 0 else 1)
+    found["wrong sizes"] = load(tp_size=2, ep_size=1)
+    found["layers"] = load(layers=[0] if rank == 2 else None)
+    found["checkpoint"] = load(folder / ("longer" if rank == 3 else "awq"), layers=[0])
+    found["short file"] = load(folder / ("short" if rank == 1 else "awq"))
+    found["same shard"] = load(shard=loader.Shard(0, 4))
+    before = memory.host_memory().anonymous
+
+    def burst() -> None:
+        raise ValueError("burst pipe")
+
+    found["mid-load"] = load(observers=[at("converting", 1, burst)] if rank == 2 else [])
+    found["kept"] = memory.host_memory().anonymous - before
+    nothing = rank == 1
+    ids = None if nothing else [[0, 1], [], [2], [3]][rank]
+    shard = None if nothing else loader.Shard(expert_ids=ids)
+    found["idle"] = load(layers=[] if nothing else None, shard=shard)
+    found["good"] = load()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found["group"] = load(group=pairs[rank // 2])
+    meeting = Meeting(None, PATIENCE)
+    found["from first"] = meeting.from_first("measured", lambda: {"3": 10 + rank})
+    if rank == 3:
+        time.sleep(2 * SHORT)
+    found["late"] = outcome(lambda: ranks.load(awq, timeout=SHORT))
+    return found
+
+
+def _dying(number: int, state: str = "converting") -> Callable[[Path], Any]:
+    """The rank that FOLDER/dies names ends by a signal in the middle of its load."""
+
+    def run(folder: Path) -> Any:
+        def act() -> None:
+            os.kill(os.getpid(), number)
+
+        dies = dist.get_rank() == int((folder / "dies").read_text())
+        observers = [at(state, 1, act)] if dies else []
+        timeout = SHORT if number == signal.SIGSTOP else PATIENCE
+        more = {"observers": observers, "timeout": timeout, "ep_size": dist.get_world_size()}
+        return outcome(lambda: ranks.load(folder / "awq", **more))
+
+    return run
+
+
+SCENARIOS["killed"] = _dying(signal.SIGKILL)
+SCENARIOS["stuck"] = _dying(signal.SIGSTOP)
+
+
+def main() -> None:
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    rank = dist.get_rank()
+    found = SCENARIOS[name](folder)
+    (folder / f"out.{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
