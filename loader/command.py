@@ -102,7 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     }
     for name, text in helps.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("source", metavar="SOURCE", help="checkpoint folder")
+        command.add_argument("source", metavar="SOURCE", help="checkpoint folder, or Hub repo id")
+        command.add_argument("--revision", help="branch, tag or commit of a Hub repo")
         command.add_argument("--json", metavar="FILE", help="also write the result as JSON")
         command.add_argument("--debug", action="store_true", help="show tracebacks and more log")
         if name != "inspect":
@@ -178,7 +179,7 @@ def _width() -> int:
 
 
 def _run_inspect(options: argparse.Namespace) -> Result:
-    facts = inspect(options.source)
+    facts = inspect(options.source, revision=options.revision)
     return inspect_text(facts, _width()), facts, 0
 
 
@@ -191,6 +192,7 @@ def _run_plan(options: argparse.Namespace) -> Result:
         device=options.device,
         staging_bytes=options.staging,
         card_memory=options.card_memory,
+        revision=options.revision,
     )
     reports = [one.to_dict() for one in plans]
     result = reports[0] if len(reports) == 1 else {"schema": 1, "cards": reports}
@@ -209,6 +211,7 @@ def _load(options: argparse.Namespace) -> LoadedExperts:
             options.staging,
             [bar],
             card_memory=options.card_memory,
+            revision=options.revision,
         )
 
 
@@ -224,7 +227,9 @@ def _run_load(options: argparse.Namespace) -> Result:
 
 def _run_verify(options: argparse.Namespace) -> Result:
     experts = _load(options)
-    checked = verify(experts, options.source, options.samples, options.seed)
+    checked = verify(
+        experts, options.source, options.samples, options.seed, revision=options.revision
+    )
     return f"{experts.report.memory_line()}\n{checked}", checked.to_dict(), int(not checked.ok)
 
 

@@ -12,21 +12,25 @@ from loader.checkpoint.catalog import REASONS
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.header import DTYPES
-from loader.checkpoint.source import Source, open_source
+from loader.checkpoint.hub import locate
+from loader.checkpoint.source import Source
 from loader.errors import LoaderError
 from loader.render import WIDTH
 from loader.table import Table, human_bytes, merged_layers, render
 
 
 def inspect(
-    source: str | os.PathLike[str] | Source, family: Family | None = None
+    source: str | os.PathLike[str] | Source,
+    family: Family | None = None,
+    *,
+    revision: str | None = None,
 ) -> dict[str, Any]:
     """Facts of a checkpoint: model, dialect, files, dtypes, and each layer's format.
 
     A layer that cannot be loaded is listed with its error. Raises :class:`loader.LoaderError` where
     the checkpoint cannot be opened at all.
     """
-    opened = open_source(source)
+    opened = locate(source, revision)
     try:
         families = FAMILIES if family is None else (family, *FAMILIES)
         checkpoint = open_checkpoint(opened, families)

@@ -78,6 +78,7 @@ def run(options: argparse.Namespace, policy: Policy) -> list[Mapping[str, Any]]:
                 ep_size=options.ep,
                 timeout=options.timeout,
                 card_memory=options.card_memory,
+                revision=options.revision,
             )
     finally:
         dist.destroy_process_group()

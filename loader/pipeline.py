@@ -14,7 +14,8 @@ import torch
 from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
-from loader.checkpoint.source import Source, open_source
+from loader.checkpoint.hub import HubSource, locate
+from loader.checkpoint.source import Source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
 from loader.crossover import Crossovers
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
@@ -60,10 +61,12 @@ def load(
     *,
     card_memory: int | None = None,
     family: Family | None = None,
+    revision: str | None = None,
 ) -> LoadedExperts:
     """Load the experts of a checkpoint into QPN banks on one card.
 
-    ``source``: a local folder. ``layers``: indices outright, None for all MoE layers.
+    ``source``: a local folder, or a Hub repo (``owner/name``) at ``revision``.
+    ``layers``: indices outright, None for all MoE layers.
     ``staging_bytes``: budget of the read buffers. ``observers`` get every ``LayerEvent``.
     ``card_memory``: the card's budget in bytes, None for what is free. ``family``: a naming
     pattern of your own, tried first.
@@ -82,6 +85,7 @@ def load(
         observers,
         card_memory=card_memory,
         family=family,
+        revision=revision,
     )
 
 
@@ -97,6 +101,7 @@ def load_with(
     *,
     card_memory: int | None,
     family: Family | None,
+    revision: str | None,
 ) -> LoadedExperts:
     """:func:`load`, as one of several ranks: they agree on the plan before payload is read."""
     began = time.perf_counter()
@@ -105,7 +110,7 @@ def load_with(
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.
     with memory.nothing_kept():
-        opened = open_source(source)
+        opened = locate(source, revision)
         try:
             make_plan = partial(
                 plan_checkpoint,
@@ -135,6 +140,9 @@ def _load(
     plan.require_fit()
     if peers is not None:
         peers.agree(plan)
+    if isinstance(source, HubSource):
+        # Only now: what configs and headers are enough to refuse costs no download.
+        source.fetch(peers.beat if peers is not None else lambda: None)
     run = _Load(plan, observers, baseline, began)
     try:
         return run.run()

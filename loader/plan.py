@@ -18,7 +18,8 @@ from loader import memory
 from loader.checkpoint.catalog import NOT_EXPERT, REASONS
 from loader.checkpoint.family import FAMILIES, Family, layer_of
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
-from loader.checkpoint.source import Source, open_source
+from loader.checkpoint.hub import locate
+from loader.checkpoint.source import Source
 from loader.converter import cache_bytes
 from loader.errors import CapacityError
 from loader.layer_choice import DENSE, SkippedLayer, choose_layers
@@ -242,11 +243,13 @@ def plan(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     card_memory: int | None = None,
     family: Family | None = None,
+    revision: str | None = None,
 ) -> Plan:
     """Plan a load from headers alone; no payload is read and nothing is allocated.
 
     ``layers`` names layer indices outright (None: all MoE layers of the model). ``card_memory`` is
-    the card's budget in bytes (None: what is free now). ``family`` is a naming pattern of your own.
+    the card's budget in bytes (None: what is free now). ``family`` is a naming pattern of your own,
+    ``revision`` the branch, tag or commit where ``source`` is a Hub repo.
 
     Raises a :class:`loader.LoaderError` for everything that headers and configs are enough to know.
     """
@@ -259,6 +262,7 @@ def plan(
         staging_bytes=staging_bytes,
         card_memory=card_memory,
         family=family,
+        revision=revision,
     )
     return one
 
@@ -273,13 +277,14 @@ def plan_cards(
     staging_bytes: int = DEFAULT_STAGING_BYTES,
     card_memory: int | None = None,
     family: Family | None = None,
+    revision: str | None = None,
 ) -> list[Plan]:
     """Plan the load of several cards; the headers are read once. See :func:`plan`."""
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     chosen = None if layers is None else list(layers)
     with memory.nothing_kept():
-        opened = open_source(source)
+        opened = locate(source, revision)
         try:
             checkpoint = open_checkpoint(opened, families)
             plans: list[Plan] = []

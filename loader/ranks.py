@@ -104,6 +104,7 @@ def load(
     timeout: float = DEFAULT_TIMEOUT_SECONDS,
     card_memory: int | None = None,
     family: Family | None = None,
+    revision: str | None = None,
 ) -> RankedExperts:
     """:func:`loader.load` on every rank of ``group`` (None: all ranks), which all call it.
 
@@ -129,6 +130,7 @@ def load(
                 [*observers, ranks],
                 card_memory=card_memory,
                 family=family,
+                revision=revision,
             )
         except (DisagreementError, CoverError):
             ranks.leave()  # raised alike on every rank: there is nothing to tell
@@ -179,6 +181,7 @@ def _load(
     if layers != []:  # a rank with nothing to load has no shard either
         settings |= sizes.settings()
         settings |= {"layers": layers, "family": repr(more["family"])}
+        settings |= {"revision": more["revision"]}
     ranks.agree_on_settings(settings)
     modules: Mapping[int, PreparedExperts]
     if layers == []:

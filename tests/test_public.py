@@ -71,7 +71,13 @@ SIGNATURES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (
         loader.plan,
         {"source": None, "shard": None, "policy": None, "layers": None},
-        {"device": "cpu", "staging_bytes": 64 << 20, "card_memory": None, "family": None},
+        {
+            "device": "cpu",
+            "staging_bytes": 64 << 20,
+            "card_memory": None,
+            "family": None,
+            "revision": None,
+        },
     ),
     (
         loader.load,
@@ -84,12 +90,12 @@ SIGNATURES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
             "staging_bytes": 64 << 20,
             "observers": (),
         },
-        {"card_memory": None, "family": None},
+        {"card_memory": None, "family": None, "revision": None},
     ),
     (
         loader.verify,
         {"experts": None, "source": None, "samples": 1152, "seed": 0},
-        {"names": None, "route_of": None},
+        {"names": None, "route_of": None, "revision": None},
     ),
     (
         loader.prepare_module,

@@ -19,7 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.checkpoint.header import PREFIX_BYTES, Header, header_length, parse_header
-from loader.checkpoint.source import MissingFileError, Source, check_name, read_bytes
+from loader.checkpoint.source import (
+    MissingFileError,
+    Source,
+    check_name,
+    file_size,
+    read_bytes,
+)
 from loader.checkpoint.wording import (
     SNIFF_BYTES,
     describe_foreign,
@@ -53,7 +59,7 @@ def load_json(source: Source, file: str, *, allow_nonfinite: bool = False) -> di
     ``allow_nonfinite`` lets the literals ``Infinity`` and ``NaN`` pass, which Python writes into
     config files. Raises CheckpointError.
     """
-    size = source.size(file)
+    size = file_size(source, file)
     if size > MAX_JSON_FILE_BYTES:
         raise CheckpointError(
             "JSON file is too large",
@@ -174,7 +180,7 @@ def _check_files_exist(source: Source, files: tuple[str, ...], weight_map: dict[
     missing = []
     for file in files:
         try:
-            source.size(file)
+            file_size(source, file)
         except MissingFileError:
             missing.append(file)
     if not missing:
@@ -258,7 +264,7 @@ def read_headers(source: Source, index: Index) -> list[Header]:
 
 
 def _read_header(source: Source, file: str) -> Header:
-    size = source.size(file)
+    size = file_size(source, file)
     prefix = read_bytes(source, file, 0, min(size, PREFIX_BYTES))
     try:
         length = header_length(prefix, size, file)

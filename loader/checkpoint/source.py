@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from loader.checkpoint.disk import hub_blobs, read_at, regular_files
 from loader.checkpoint.wording import shown
-from loader.errors import CheckpointError, LifecycleError
+from loader.errors import CheckpointError, LifecycleError, LoaderError
 
 LIST_DEPTH = 3  # folders below the checkpoint's own; deeper files can be read but are not listed
 LEAST_DESCRIPTORS = 8
@@ -77,10 +78,33 @@ class Source(Protocol):
 
 
 def read_bytes(source: Source, file: str, offset: int, length: int) -> bytes:
-    """``length`` bytes of ``file``; the caller has checked ``length`` against the file's size."""
+    """``length`` bytes of ``file``, a length that the caller has checked. Raises CheckpointError."""
     buffer = bytearray(length)
-    source.read_into(file, offset, memoryview(buffer))
+    with _owing(file, f"{length} bytes at offset {offset}"):
+        source.read_into(file, offset, memoryview(buffer))
     return bytes(buffer)
+
+
+def file_size(source: Source, file: str) -> int:
+    """Bytes of ``file``. Raises CheckpointError."""
+    with _owing(file, "its size"):
+        return source.size(file)
+
+
+@contextmanager
+def _owing(file: str, expected: str) -> Iterator[None]:
+    """A source of someone else's owes us a CheckpointError, whatever it raises."""
+    try:
+        yield
+    except LoaderError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            "file cannot be read",
+            file=shown(file),
+            expected=expected,
+            found=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def open_source(source: str | os.PathLike[str] | Source) -> Source:
@@ -130,11 +154,21 @@ class LocalSource:
     was at its first open (device, inode, size, time of change) it must still be at every use.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, descriptors: int | None = None) -> None:
-        """``descriptors`` overrides the bound on open files. Raises CheckpointError."""
-        self.name = os.fspath(folder)
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        descriptors: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        """``descriptors`` overrides the bound on open files, ``name`` what reports call the source.
+
+        Raises CheckpointError.
+        """
+        path = os.fspath(folder)
+        self.name = path if name is None else name
         # An empty name would be the working directory, which nobody means.
-        root = os.path.realpath(folder) if self.name and "\0" not in self.name else ""
+        root = os.path.realpath(folder) if path and "\0" not in path else ""
         if not os.path.isdir(root):
             exists = bool(root) and os.path.exists(root)
             raise CheckpointError(
@@ -146,7 +180,7 @@ class LocalSource:
         self.folder: Path | None = Path(root)
         self.max_descriptors = _descriptor_bound() if descriptors is None else descriptors
         self._root = root
-        self._roots = [root, *_hub_blobs(Path(root))]
+        self._roots = [root, *hub_blobs(Path(root))]
         self._open: OrderedDict[str, _Open] = OrderedDict()  # least recently used first
         self._identities: dict[str, tuple[int, int, int, int]] = {}
         self._freed = threading.Condition()  # guards the three above; a descriptor came free
@@ -169,7 +203,7 @@ class LocalSource:
     def list(self) -> list[str]:
         """Names of the regular files, sorted, down to ``LIST_DEPTH`` folders below."""
         self._check_open()
-        return sorted(_regular_files(self._root, "", LIST_DEPTH))
+        return sorted(regular_files(self._root, "", LIST_DEPTH))
 
     def size(self, file: str) -> int:
         """Bytes of ``file``. Raises MissingFileError, CheckpointError."""
@@ -186,7 +220,7 @@ class LocalSource:
             while got < wanted:
                 # One call may return less than asked for: 2 GiB at most, or a signal's worth.
                 with view[got:] as rest:
-                    count = _preadv(descriptor, rest, offset + got, file)
+                    count = read_at(descriptor, rest, offset + got, file)
                 if count == 0:
                     self._check_identity(file, descriptor)
                     raise CheckpointError(
@@ -297,30 +331,6 @@ def _descriptor_bound() -> int:
     return max(LEAST_DESCRIPTORS, limit)
 
 
-def _hub_blobs(root: Path) -> list[str]:
-    """The Hub cache keeps bytes in ``blobs/`` and links to them from ``snapshots/<revision>/``."""
-    for folder in root.parents:
-        if folder.name == "snapshots":
-            return [os.path.realpath(folder.parent / "blobs")]
-    return []
-
-
-def _regular_files(folder: str, prefix: str, depth: int) -> Iterator[str]:
-    try:
-        entries = list(os.scandir(folder))
-    except OSError as error:
-        if prefix:
-            return  # such as lost+found: a file in it that is needed fails at its own open
-        raise CheckpointError(
-            "folder cannot be listed", file=shown(folder), found=error.strerror
-        ) from error
-    for entry in entries:
-        if os.path.isfile(entry.path):  # False, not an error, for a broken or circular link
-            yield prefix + entry.name
-        elif depth and entry.is_dir(follow_symlinks=False):
-            yield from _regular_files(entry.path, f"{prefix}{entry.name}/", depth - 1)
-
-
 def _open_regular(path: str, file: str) -> int:
     try:
         descriptor = os.open(path, _OPEN_FLAGS)
@@ -336,15 +346,3 @@ def _open_regular(path: str, file: str) -> int:
         os.close(descriptor)
         raise CheckpointError("not a regular file", file=shown(file), found=shown(path))
     return descriptor
-
-
-def _preadv(descriptor: int, view: memoryview, offset: int, file: str) -> int:
-    try:
-        return os.preadv(descriptor, [view], offset)
-    except OSError as error:
-        raise CheckpointError(
-            "file cannot be read",
-            file=file,
-            expected=f"{len(view)} bytes at offset {offset}",
-            found=error.strerror,
-        ) from error

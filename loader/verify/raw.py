@@ -39,6 +39,23 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _folder_of(source: str | os.PathLike[str], revision: str | None) -> Path:
+    """The local folder, or where the Hub's cache keeps the repo of that id; nothing is fetched."""
+    folder = Path(source)
+    if folder.exists() or not isinstance(source, str) or source.count("/") != 1:
+        return folder
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return folder  # then no load can have left one in the cache
+    try:
+        config = try_to_load_from_cache(source, "config.json", revision=revision)
+    except HFValidationError:
+        return folder
+    return Path(config).parent if isinstance(config, str) else folder
+
+
 class RawCheckpoint:
     """A local checkpoint folder; a context manager that owns the open files.
 
@@ -46,8 +63,8 @@ class RawCheckpoint:
     Raises :class:`CheckpointError` when the folder is not local, or files or tensors are missing.
     """
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
-        self.folder = Path(source)
+    def __init__(self, source: str | os.PathLike[str], revision: str | None = None) -> None:
+        self.folder = _folder_of(source, revision)
         if not self.folder.is_dir():
             raise CheckpointError(
                 "the check reads the checkpoint from a local folder",

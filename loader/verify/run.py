@@ -26,8 +26,12 @@ def verify(
     *,
     names: Names | None = None,
     route_of: RouteOf | None = None,
+    revision: str | None = None,
 ) -> VerifyReport:
     """Checks the loaded ``experts`` against the local checkpoint folder ``source``.
+
+    ``source`` may be a Hub repo whose files are in the Hub's cache, as a load leaves them, at
+    ``revision``.
 
     ``samples`` output columns, spread over all layers and projections, are recomputed in fp64 and
     must equal ``dequantize``; up to four layers then run on random activations, against fp64.
@@ -46,7 +50,7 @@ def verify(
     result = Comparison()
     cases: list[ForwardCase] = []
     skipped: list[str] = []
-    with RawCheckpoint(source) as raw:
+    with RawCheckpoint(source, revision) as raw:
         if layers:
             checkpoint = Checkpoint(raw, names)
             compare(layers, checkpoint, draw(layers, samples, rng), result)
