@@ -28,7 +28,7 @@ LAYERS = (
     "checkpoint",
     "checkpoint.wording checkpoint.model checkpoint.scheme checkpoint.family",
     "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.source checkpoint.index",
-    "checkpoint.hub",
+    "checkpoint.hub_client checkpoint.hub",
     "checkpoint.awq checkpoint.compressed checkpoint.modelopt",
     "checkpoint.catalog checkpoint.tables checkpoint.layers checkpoint.folder",
     "bank",

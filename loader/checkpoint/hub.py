@@ -13,29 +13,31 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
+from types import TracebackType
 
+from loader.checkpoint.hub_client import (
+    HubError,
+    asking,
+    broke_off,
+    client,
+    out_of_reach,
+    translated,
+    way_out,
+)
 from loader.checkpoint.index import select_files
 from loader.checkpoint.model import CONFIG
 from loader.checkpoint.source import LocalSource, MissingFileError, Source, open_source
 from loader.checkpoint.wording import shown
-from loader.errors import CheckpointError, LoaderError
+from loader.errors import CheckpointError
 
 _LOG = logging.getLogger(__name__)
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _TRIES = 3
 """Requests for one range before a transfer that breaks off is an error."""
-
-_INSTALL = "pip install 'qpn-loader[hub]'"
-
-
-class HubError(CheckpointError):
-    """The Hub refuses, does not answer, or has no such repo, revision or file."""
 
 
 def locate(source: str | os.PathLike[str] | Source, revision: str | None = None) -> Source:
@@ -62,8 +64,8 @@ def open_repo(repo: str, revision: str | None = None) -> Source:
     Where the Hub is out of reach, what the cache holds of it. Raises HubError.
     """
     name = f"{repo}@{revision}" if revision else repo
-    hub = _client(name)
-    with _asking(name, CONFIG):
+    hub = client(name)
+    with asking(name, CONFIG):
         # Writes the branch into the cache too, so that the same call works offline afterwards.
         path = Path(hub.hf_hub_download(repo, CONFIG, revision=revision))
     folder, commit = path.parent, path.parent.name
@@ -71,8 +73,8 @@ def open_repo(repo: str, revision: str | None = None) -> Source:
         timeout = hub.constants.HF_HUB_ETAG_TIMEOUT
         info = hub.HfApi().model_info(repo, revision=commit, files_metadata=True, timeout=timeout)
     except Exception as error:
-        if not _out_of_reach(error):
-            raise _translated(error, name, None) from error
+        if not out_of_reach(error):
+            raise translated(error, name, None) from error
         return _cached(name, folder, error)
     sizes = {file.rfilename: file.size for file in info.siblings or ()}
     return HubSource(name, repo, commit, folder, sizes)
@@ -88,7 +90,7 @@ def _cached(name: str, folder: Path, error: Exception) -> LocalSource:
         raise HubError(
             f"the Hub is out of reach, and its cache does not hold all of {name}",
             file=missing.file,
-            expected=f"the files of the checkpoint in {folder}, or {_way_out(error)}",
+            expected=f"the files of the checkpoint in {folder}, or {way_out(error)}",
             found=missing.what,
         ) from error
     _LOG.warning("the Hub is out of reach: %s is taken from its cache, %s", name, folder)
@@ -106,7 +108,7 @@ class HubSource:
     ) -> None:
         self.name = name
         self.folder: Path | None = folder
-        self._hub = _client(name)
+        self._hub = client(name)
         self._repo = repo
         self._commit = commit
         self._sizes = sizes
@@ -135,10 +137,12 @@ class HubSource:
             )
         size = self._sizes[file]
         if size is None:
-            with _asking(self.name, file):
+            with asking(self.name, file):
                 size = self._hub.get_hf_file_metadata(self._url(file)).size
             if size is None:
-                raise HubError("the Hub does not say how large a file is", file=shown(file))
+                raise HubError(
+                    "the Hub does not say how large a file is", file=f"{self.name}/{shown(file)}"
+                )
             self._sizes[file] = size
         return size
 
@@ -184,16 +188,17 @@ class HubSource:
         """The whole file into the cache, where it is not there yet."""
         if not file.endswith((".safetensors", ".json")):
             raise HubError(
-                "only safetensors, index and configs are fetched", file=shown(file), found=self.name
+                "only safetensors, index and configs are fetched",
+                file=f"{self.name}/{shown(file)}",
             )
         expected = self.size(file)
         if not self._is_cached(file):
-            with _asking(self.name, file):
+            with asking(self.name, file):
                 self._hub.hf_hub_download(self._repo, file, revision=self._commit)
         if self._local.size(file) != expected:
             raise HubError(
                 "the cache holds another file than the Hub",
-                file=shown(file),
+                file=f"{self.name}/{shown(file)}",
                 expected=f"{expected} bytes",
                 found=f"{self._local.size(file)} bytes",
             )
@@ -202,17 +207,25 @@ class HubSource:
         return str(self._hub.hf_hub_url(self._repo, file, revision=self._commit))
 
     def _read_range(self, file: str, offset: int, buffer: memoryview) -> None:
+        got = 0
         for left in reversed(range(_TRIES)):
-            try:
-                with _asking(self.name, file):
-                    self._request(file, offset, buffer)
+            with asking(self.name, file):
+                try:
+                    got = self._request(file, offset, buffer)
+                except self._hub.errors.HTTPError as error:
+                    if not left or not broke_off(error):
+                        raise
+            if got == len(buffer):
                 return
-            except _BrokenOffError:
-                if not left:
-                    raise
+        raise HubError(
+            "the Hub sent another number of bytes than was asked for",
+            file=f"{self.name}/{shown(file)}",
+            expected=f"{len(buffer)} bytes at offset {offset}",
+            found=f"{got} bytes",
+        )
 
-    def _request(self, file: str, offset: int, buffer: memoryview) -> None:
-        """One request for one range, into ``buffer``."""
+    def _request(self, file: str, offset: int, buffer: memoryview) -> int:
+        """One request for one range, into ``buffer``; returns how many bytes came."""
         hub, wanted = self._hub, len(buffer)
         headers = hub.utils.build_hf_headers()
         headers["Range"] = f"bytes={offset}-{offset + wanted - 1}"
@@ -232,114 +245,14 @@ class HubSource:
             if response.status_code != 206 or not given.startswith(f"bytes {offset}-"):
                 raise HubError(
                     "the Hub does not answer with the byte range that was asked for",
-                    file=shown(file),
+                    file=f"{self.name}/{shown(file)}",
                     expected=f"206 with bytes {offset}-{offset + wanted - 1}",
                     found=f"{response.status_code} {shown(given)}".strip(),
                 )
             got = 0
             for part in response.iter_bytes():
                 if got + len(part) > wanted:
-                    got += len(part)
-                    break
+                    return got + len(part)
                 buffer[got : got + len(part)] = part
                 got += len(part)
-        if got != wanted:
-            raise _BrokenOffError(
-                "the Hub sent another number of bytes than was asked for",
-                file=shown(file),
-                expected=f"{wanted} bytes at offset {offset}",
-                found=f"{got} bytes",
-            )
-
-
-class _BrokenOffError(HubError):
-    """A transfer that broke off: worth another try."""
-
-
-def _client(name: str) -> ModuleType:
-    """``huggingface_hub``, with the parts that are used."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError as error:
-        raise HubError(
-            "there is no such folder, and to take it as a Hub repo huggingface_hub is needed",
-            file=shown(name),
-            expected=f"a local folder, or {_INSTALL}",
-            found=str(error),
-        ) from error
-    return huggingface_hub
-
-
-@contextmanager
-def _asking(name: str, file: str) -> Iterator[None]:
-    """Whatever the client, its HTTP library or the disk under the cache raises, in one sentence."""
-    try:
-        yield
-    except LoaderError:
-        raise
-    except Exception as error:
-        raise _translated(error, name, file) from error
-
-
-def _out_of_reach(error: BaseException) -> bool:
-    """Whether the Hub could not be asked at all: offline, no connection, no answer, or down."""
-    errors = _client("").errors
-    if isinstance(error, errors.HfHubHTTPError):
-        return bool(error.response.status_code >= 500)
-    return isinstance(
-        error, (errors.OfflineModeIsEnabled, errors.HTTPError, ConnectionError, TimeoutError)
-    )
-
-
-def _way_out(error: BaseException) -> str:
-    offline = isinstance(error, _client("").errors.OfflineModeIsEnabled)
-    return "HF_HUB_OFFLINE unset" if offline else "a connection to it"
-
-
-def _translated(error: Exception, name: str, file: str | None) -> LoaderError:
-    """The library's own error for one of the client's."""
-    errors = _client(name).errors
-    facts: dict[str, Any] = {"file": f"{name}/{file}" if file else name}
-    facts["found"] = f"{type(error).__name__}: {shown(str(error).strip().partition(chr(10))[0])}"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        cause = error.__cause__ or error
-        what = "the Hub is out of reach, and the file is not in its cache"
-        facts["expected"] = f"the file in the cache, or {_way_out(cause)}"
-        facts["found"] = (
-            f"{type(cause).__name__}: {shown(str(cause).strip().partition(chr(10))[0])}"
-        )
-        return HubError(what, **facts)
-    if isinstance(error, errors.EntryNotFoundError):
-        return MissingFileError("the Hub repo has no such file", **facts)
-    refusals: tuple[tuple[type[Exception], str, str], ...] = (
-        (
-            errors.GatedRepoError,
-            "the Hub repo is gated",
-            "its terms accepted on its page, and a token (hf auth login, or HF_TOKEN)",
-        ),
-        (
-            errors.RepositoryNotFoundError,
-            "no such local folder, and the Hub has no such repo or does not show it",
-            "a folder, a public repo, or a token that may read it (hf auth login, or HF_TOKEN)",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            "the Hub repo has no such revision",
-            "a branch, tag, commit",
-        ),
-        (errors.HfHubHTTPError, "the Hub refuses the request", "leave to read the repo"),
-        (errors.HFValidationError, "this is no Hub repo id", "owner/name"),
-        (TimeoutError, "the Hub does not answer in time", "an answer"),
-    )
-    for kind, what, expected in refusals:
-        if isinstance(error, kind):
-            return HubError(what, expected=expected, **facts)
-    late = "Timeout" in type(error).__name__
-    if late:
-        return HubError("the Hub does not answer in time", **facts)
-    if _out_of_reach(error):
-        return _BrokenOffError("the transfer from the Hub broke off", **facts)
-    return HubError("the file could not be fetched from the Hub", **facts)
+        return got

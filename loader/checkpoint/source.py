@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 def read_bytes(source: Source, file: str, offset: int, length: int) -> bytes:
-    """``length`` bytes of ``file``, a length that the caller has checked. Raises CheckpointError."""
+    """``length`` bytes of ``file``, which the caller has checked. Raises CheckpointError."""
     buffer = bytearray(length)
     with _owing(file, f"{length} bytes at offset {offset}"):
         source.read_into(file, offset, memoryview(buffer))
