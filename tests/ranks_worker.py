@@ -75,7 +75,26 @@ def sums(folder: Path) -> Any:
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     key = f"{name} {tp_size} {ep_size} {tokens} {str(dtype)[6:]}"
                     found[key] = summed(experts, tokens, dtype)
-    return found
+    return {"sums": found, "disk": {name: disk(folder / "large", name) for name in ("tp", "ep")}}
+
+
+def disk(folder: Path, axis: str) -> dict[str, int]:
+    """Bytes that a load asks for, and those that the kernel read from disk for this process."""
+    if dist.get_rank() == 0:
+        for file in folder.glob("*.safetensors"):
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+    before = from_disk()
+    experts = ranks.load(folder, timeout=PATIENCE, **{f"{axis}_size": 4})
+    return {"asked": experts.report.bytes_read, "disk": from_disk() - before}
+
+
+def from_disk() -> int:
+    """What the kernel counts as read from storage for this process."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 @scenario

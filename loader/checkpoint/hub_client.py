@@ -68,6 +68,7 @@ def is_late(error: BaseException) -> bool:
 
 
 def way_out(error: BaseException) -> str:
+    """What would help, for a Hub that is out of reach."""
     offline = isinstance(error, client("").errors.OfflineModeIsEnabled)
     return "HF_HUB_OFFLINE unset" if offline else "a connection to it"
 

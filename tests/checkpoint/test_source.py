@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import loader
 import loader.checkpoint.source as source_module
 from loader.checkpoint.source import (
     LocalSource,
@@ -17,6 +18,7 @@ from loader.checkpoint.source import (
     read_bytes,
 )
 from loader.errors import CheckpointError, LoaderError
+from loader.testing.checkpoint import tiny_checkpoint
 
 
 def descriptors() -> list[str]:
@@ -265,3 +267,42 @@ def test_an_unreadable_subfolder_is_left_out(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, LocalSource(folder) as source:
         patch.setattr(source_module.os, "scandir", guarded)
         assert source.list() == [f"f{i}" for i in range(10)]
+
+
+# --- sources of someone else's -------------------------------------------------------------------
+
+
+class Foreign(LocalSource):
+    """A folder whose reads, or sizes, fail with an error that is none of ours."""
+
+    def __init__(self, folder: Path, error: Exception, sizes: bool) -> None:
+        super().__init__(folder)
+        self.error, self.sizes = error, sizes
+
+    def size(self, file: str) -> int:
+        if self.sizes and file.endswith(".safetensors"):
+            raise self.error
+        return super().size(file)
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        if file.endswith(".safetensors") and not self.sizes:
+            raise self.error
+        super().read_into(file, offset, buffer)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("of HTTP")])
+@pytest.mark.parametrize("sizes", [False, True], ids=["read", "size"])
+def test_what_a_foreign_source_raises_while_planning_becomes_an_error_of_the_library(
+    error: Exception, sizes: bool, tmp_path: Path
+) -> None:
+    made = tiny_checkpoint(tmp_path, hidden=64, intermediate=64, experts=4, group=32, layers=1)
+    with pytest.raises(CheckpointError, match="file cannot be read") as caught:
+        loader.plan(Foreign(made.folder, error, sizes))
+    assert caught.value.file == "model.safetensors"
+    assert caught.value.expected == ("its size" if sizes else "8 bytes at offset 0")
+    assert str(error) in str(caught.value) and caught.value.__cause__ is error
+
+
+def test_a_source_has_the_name_that_reports_call_it(folder: Path) -> None:
+    with LocalSource(folder, name="own/model") as source:
+        assert source.name == "own/model" and source.folder == folder.resolve()
