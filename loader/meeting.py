@@ -34,6 +34,9 @@ _POLL_SECONDS = 0.05
 _WATCH_SECONDS = 0.25
 """How often a rank looks at the others while it loads."""
 
+_MOST_BETWEEN_LOOKS_SECONDS = 1.0
+"""A longer pause between two looks at a rank is this process's own."""
+
 _LEAVE_SECONDS = 30.0
 """Most that a rank waits, at the end, for the others to have read the decision."""
 
@@ -60,6 +63,8 @@ class Meeting:
                 expected="torch.distributed.init_process_group, in workers that torchrun starts",
                 found="one process on its own",
             )
+        if not timeout > 0:
+            raise RankError("timeout is not valid", expected="seconds above 0", found=timeout)
         self.rank: int = dist.get_rank(group)
         if self.rank < 0:
             raise RankError("this rank is not in the group", found=f"rank {dist.get_rank()}")
@@ -73,7 +78,7 @@ class Meeting:
         self._store = PrefixStore(f"qpn/{turn}", store)
         self._beats = 0
         self._looked = time.monotonic()
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[bytes, float, float]] = {}
         self._who: dict[int, list[Any]] = {}
         self._set(f"who/{self.rank}", [_house(), os.getpid(), psutil.Process().create_time()])
         self.beat()
@@ -180,13 +185,14 @@ class Meeting:
                 self._give_up(rank, f"it {did} within {self.timeout:g} s")
 
     def _is_late(self, rank: int) -> bool:
+        """Whether this process has waited ``timeout`` seconds since it saw ``rank`` get on."""
         now, key = time.monotonic(), f"beat/{rank}"
         beats = _asked(self._store.get, key) if self._has(key) else b""
-        before, since = self._seen.setdefault(rank, (beats, now))
-        if before != beats:
-            self._seen[rank] = (beats, now)
-            return False
-        return now - since > self.timeout
+        before, looked, waited = self._seen.get(rank, (beats, now, 0.0))
+        # Time in which this process itself was stopped says nothing about the others.
+        waited += min(now - looked, _MOST_BETWEEN_LOOKS_SECONDS)
+        self._seen[rank] = (beats, now, waited if before == beats else 0.0)
+        return before == beats and waited > self.timeout
 
     def _ended(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to be gone: seen on this machine alone."""

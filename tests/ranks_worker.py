@@ -102,8 +102,9 @@ def agreements(folder: Path) -> Any:
     """Loads that disagree or fail in turn, each followed by others on the same group."""
     rank, awq = dist.get_rank(), folder / "awq"
 
-    def load(source: Path = awq, **more: Any) -> dict[str, Any]:
-        return outcome(lambda: ranks.load(source, timeout=PATIENCE, **more))
+    def load(source: Path = awq, short: bool = False, **more: Any) -> dict[str, Any]:
+        timeout = SHORT if short else PATIENCE
+        return outcome(lambda: ranks.load(source, timeout=timeout, **more))
 
     found: dict[str, Any] = {}
     os.environ["QPN_M1"] = "0" if rank == 1 else "1"
@@ -134,9 +135,12 @@ def agreements(folder: Path) -> Any:
     found["group"] = load(group=pairs[rank // 2])
     meeting = Meeting(None, PATIENCE)
     found["from first"] = meeting.from_first("measured", lambda: {"3": 10 + rank})
+    dozes = [lambda event: time.sleep(0.4)] if rank == 2 else []
+    began = time.monotonic()
+    found["slow"] = {**load(observers=dozes, short=True), "seconds": time.monotonic() - began}
     if rank == 3:
         time.sleep(2 * SHORT)
-    found["late"] = outcome(lambda: ranks.load(awq, timeout=SHORT))
+    found["late"] = load(short=True)
     return found
 
 

@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 from load_fakes import SMALL, RecordingSource
 from moe_oracle import TOLERANCE, activations, error_of, moe64, routing, weights_of
+from worlds import DEADLINE, finish, start
 
 import loader
 from loader import ranks
@@ -25,7 +24,7 @@ from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
 from loader.testing.container import read_header
 
 HERE = Path(__file__).parent
-DEADLINE = 300
+SHORT = 3.0
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "awq": {"layers": 2},
     "nvfp4": {"layers": 1, "dialect": "ct-nvfp4", "group": 16},
@@ -52,47 +51,6 @@ def checkpoints(folder: Path) -> dict[str, TinyCheckpoint]:
     with open(file, "r+b") as opened:
         opened.truncate(file.stat().st_size - 16)
     return made
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def start(commands: Sequence[Sequence[str]]) -> list[subprocess.Popen[str]]:
-    """One process for each command, as the ranks of one world."""
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(len(commands)),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{HERE.parent}:{HERE}",
-    }
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, command in enumerate(commands)
-    ]
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each; a process that hangs fails the test."""
-    try:
-        found = []
-        for process in processes:
-            out, err = process.communicate(timeout=DEADLINE)
-            found.append((process.returncode, out, err))
-        return found
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def world(scenario: str, folder: Path, size: int = 4) -> list[Any]:
@@ -239,6 +197,11 @@ def test_a_rank_that_comes_too_late_is_given_up_by_all(agreed: list[dict[str, An
     assert {result["late"]["text"] for result in agreed} == {
         "rank 3 failed: it did not arrive within 3 s"
     }
+
+
+def test_a_slow_rank_is_waited_for_as_long_as_it_gets_on(agreed: list[dict[str, Any]]) -> None:
+    assert all(result["slow"]["layers"] == [0, 1] for result in agreed)
+    assert all(result["slow"]["seconds"] > 1.3 * SHORT for result in agreed)  # its timeout
 
 
 @pytest.mark.parametrize("dies", [1, 0], ids=["another", "the one that keeps the store"])

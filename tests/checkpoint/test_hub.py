@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hub_server import TOKEN, Hub, Repo, Request
+from worlds import finish, start
 
 import loader
 from loader.checkpoint.hub import HubError, locate
@@ -448,3 +449,17 @@ def test_a_cache_with_another_file_than_the_hub_is_refused(
     blob = link.resolve()
     blob.write_bytes(blob.read_bytes()[:-4])
     assert client("load", repo)["error"] in ("CheckpointError", "HubError")
+
+
+def test_ranks_of_one_host_download_each_file_once(
+    server: Hub, repo: str, folder: Path, tmp_path: Path
+) -> None:
+    command = ["-m", "loader", "load", repo, "--ep", "2", "--backend", "gloo"]
+    where = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0"}
+    with server.logged() as log:
+        ended = finish(start([command, command], where))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert "Memory of all cards" in ended[0][1] and ended[1][1] == ""
+    for file, requests in weights(log).items():
+        whole = [one for one in requests if one.range is None]
+        assert [one.sent for one in whole] == [(folder / file).stat().st_size], file
