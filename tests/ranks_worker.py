@@ -124,8 +124,16 @@ def agreements(folder: Path) -> Any:
     def burst() -> None:
         raise ValueError("burst pipe")
 
-    found["mid-load"] = load(observers=[at("converting", 1, burst)] if rank == 2 else [])
+    # The others are slow: they stop in the middle, they do not finish a load that cannot count.
+    states: list[str] = []
+
+    def dawdle(event: LayerEvent) -> None:
+        states.append(event.state)
+        time.sleep(0.3 if event.state != "failed" else 0)
+
+    found["mid-load"] = load(observers=[at("reading", 0, burst) if rank == 2 else dawdle])
     found["kept"] = memory.host_memory().anonymous - before
+    found["states"] = states
     nothing = rank == 1
     ids = None if nothing else [[0, 1], [], [2], [3]][rank]
     shard = None if nothing else loader.Shard(expert_ids=ids)

@@ -143,6 +143,12 @@ def test_a_load_that_fails_on_another_rank_leaves_nothing(agreed: list[dict[str,
     assert all(result["kept"] < 4 << 20 for result in agreed)
 
 
+def test_the_others_stop_where_they_are(agreed: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(agreed):
+        assert result["states"].count("ready") < 2, rank
+        assert (result["states"][-1:] == ["failed"]) is (rank != 2)
+
+
 def test_sizes_that_make_another_number_of_ranks_are_refused(agreed: list[dict[str, Any]]) -> None:
     for result in agreed:
         assert "expected 4 ranks, found 2 x 1" in result["wrong sizes"]["text"]

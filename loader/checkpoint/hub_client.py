@@ -109,7 +109,7 @@ def translated(error: Exception, name: str, file: str | None) -> LoaderError:
         (
             errors.RevisionNotFoundError,
             "the Hub repo has no such revision",
-            "a branch, tag, commit",
+            "a branch, a tag or a commit of the repo",
         ),
         (errors.HfHubHTTPError, "the Hub refuses the request", "leave to read the repo"),
         (errors.HFValidationError, "this is no Hub repo id", "owner/name"),

@@ -32,7 +32,7 @@ class Repo:
     branches: tuple[str, ...] = ("main",)
     private: bool = False
     gated: bool = False
-    #: A fault by file: ``cut``, ``slow``, ``whole`` (ranges are ignored), or a status.
+    #: A fault by file: ``cut``, ``cut once``, ``slow``, ``whole`` (ranges are ignored), a status.
     faults: dict[str, str | int] = field(default_factory=dict)
 
     @property
@@ -170,6 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int):
             self._answer(fault, {}, b"down")
             return
+        if fault == "cut once":
+            del repo.faults[file]
         if fault == "slow":
             self.hub.slow.wait(self.hub.slow_seconds)
         asked = re.fullmatch(r"bytes=([0-9]+)-([0-9]*)", self.headers.get("Range", ""))
@@ -178,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
             answer["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             data, status = data[first : last + 1], 206
-        self._answer(status, answer, data, cut=fault == "cut")
+        self._answer(status, answer, data, cut=str(fault).startswith("cut"))
 
     def _answer(
         self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False
