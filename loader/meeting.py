@@ -70,6 +70,7 @@ class Meeting:
             raise RankError("this rank is not in the group", found=f"rank {dist.get_rank()}")
         self.size: int = dist.get_world_size(group)
         self.timeout = timeout
+        self.first = 0  # whose measurements count
         whole = group if group is not None else dist.group.WORLD
         assert whole is not None
         store = whole.get_group_store()
@@ -107,11 +108,11 @@ class Meeting:
         return [self._get(f"{name}/{rank}") for rank in range(self.size)]
 
     def from_first(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, on every rank; the others do not call it."""
-        if self.rank == 0:
+        """What ``make`` returns on rank ``first``, in JSON's types, on every rank that asks."""
+        if self.rank == self.first:
             self._set(name, make())
         else:
-            self._await({0: name})
+            self._await({self.first: name})
         value: T = self._get(name)
         return value
 

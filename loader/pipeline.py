@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.hub import HubSource, locate
 from loader.checkpoint.source import Source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
-from loader.crossover import Crossovers
+from loader.crossover import Crossovers, Share
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
 from loader.layer_plan import LayerPlan
 from loader.lifecycle import Lifecycle, Observer
@@ -33,8 +33,6 @@ from loader.workspace import Workspace
 
 _LOG = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Peers(Protocol):
     """The other ranks of a load, which ``loader/ranks.py`` speaks to."""
@@ -45,8 +43,8 @@ class Peers(Protocol):
     def agree(self, plan: Plan) -> None:
         """Returns when all ranks hold plans that agree with this one; raises where they do not."""
 
-    def from_first(self, name: str, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, on every rank: for what is measured during a load."""
+    def share(self, tokens: int) -> int:
+        """The crossover that the first rank measured, for the one that this rank measured."""
         ...
 
 
@@ -143,7 +141,7 @@ def _load(
     if isinstance(source, HubSource):
         # Only now: what configs and headers are enough to refuse costs no download.
         source.fetch(peers.beat if peers is not None else lambda: None)
-    run = _Load(plan, observers, baseline, began)
+    run = _Load(plan, peers, observers, baseline, began)
     try:
         return run.run()
     except BaseException:
@@ -157,11 +155,13 @@ class _Load:
     def __init__(
         self,
         plan: Plan,
+        peers: Peers | None,
         observers: Iterable[Observer],
         baseline: memory.HostMemory,
         began: float,
     ) -> None:
         self.plan = plan
+        self.share: Share = (lambda tokens: tokens) if peers is None else peers.share
         self.baseline = baseline
         self.began = began
         self.lifecycle = Lifecycle([layer.layer for layer in plan.layers], observers, began)
@@ -190,7 +190,9 @@ class _Load:
                     plan.checkpoint.model.experts,
                     plan.device,
                 )
-            self.crossovers = Crossovers(plan.implementation, self.workspace, plan.top_k)
+            self.crossovers = Crossovers(
+                plan.implementation, self.workspace, plan.top_k, self.share
+            )
             self.staging = Staging(plan.buffers, plan.buffer_bytes)
             reads = DirectReads if plan.direct else ReadAhead
             self.reader = reads(plan.checkpoint.source, plan.checkpoint.catalog.files, self.staging)

@@ -61,6 +61,8 @@ class RankedExperts(LoadedExperts):
 class Ranks(Meeting):
     """The other ranks, as the pipeline speaks to them (``loader.pipeline.Peers``)."""
 
+    _shared = 0
+
     def agree(self, plan: Plan) -> None:
         """Compare this rank's plan with all others.
 
@@ -69,6 +71,13 @@ class Ranks(Meeting):
         everyone = self.gather("plan", facts_of(plan))
         compare(everyone)
         check_cover(everyone)
+        # Rank 0, unless it has nothing to load, and so nothing to measure.
+        self.first = next(rank for rank, one in enumerate(everyone) if "experts" in one)
+
+    def share(self, tokens: int) -> int:
+        """The first rank's crossover: all ranks measure theirs in one order, layer by layer."""
+        self._shared += 1
+        return self.from_first(f"crossover/{self._shared}", lambda: tokens)
 
     def agree_on_settings(self, settings: Facts) -> None:
         """Compare what was asked for. Raises :class:`DisagreementError` on every rank."""

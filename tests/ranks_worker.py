@@ -22,8 +22,8 @@ from moe_oracle import activations, routing
 
 import loader
 from loader import memory, ranks
+from loader.crossover import Crossovers
 from loader.lifecycle import LayerEvent
-from loader.meeting import Meeting
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 PATIENCE = 120.0
@@ -141,8 +141,11 @@ def agreements(folder: Path) -> Any:
     found["good"] = load()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     found["group"] = load(group=pairs[rank // 2])
-    meeting = Meeting(None, PATIENCE)
-    found["from first"] = meeting.from_first("measured", lambda: {"3": 10 + rank})
+    Crossovers._measure = lambda self, spec, banks: 2 << rank  # type: ignore[method-assign]
+    measure = loader.Policy(grouped_max_tokens="measure")
+    found["measured"] = load(policy=measure)
+    shard = None if rank == 0 else loader.Shard(ep_rank=rank - 1, ep_size=3)
+    found["measured on 1"] = load(policy=measure, layers=[] if rank == 0 else None, shard=shard)
     dozes = [lambda event: time.sleep(0.4)] if rank == 2 else []
     began = time.monotonic()
     found["slow"] = {**load(observers=dozes, short=True), "seconds": time.monotonic() - began}

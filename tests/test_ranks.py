@@ -193,8 +193,19 @@ def test_a_group_loads_by_itself(agreed: list[dict[str, Any]]) -> None:
         assert result["group"]["layers"] == [0, 1], rank
 
 
-def test_what_is_measured_on_rank_0_counts_on_all(agreed: list[dict[str, Any]]) -> None:
-    assert [result["from first"] for result in agreed] == [{"3": 10}] * 4
+@pytest.mark.parametrize(("name", "last"), [("measured", 2), ("measured on 1", 4)])
+def test_crossovers_are_those_of_the_first_rank_that_loads(
+    name: str, last: int, agreed: list[dict[str, Any]]
+) -> None:
+    cards = [card for card in agreed[0][name]["cards"] if card["layers"]]
+    assert len(cards) == (4 if name == "measured" else 3)
+    for card in cards:
+        for layer in card["layers"]:
+            assert [route["tokens"] for route in layer["routes"]] == [
+                [1, 1],
+                [2, last],
+                [last + 1, None],
+            ]
 
 
 def test_a_rank_that_comes_too_late_is_given_up_by_all(agreed: list[dict[str, Any]]) -> None:
