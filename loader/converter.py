@@ -14,7 +14,7 @@ import torch
 
 from loader import memory, native
 from loader.bank import LayerSpec, initialise, named
-from loader.errors import ConversionError, LoaderError
+from loader.errors import CapacityError, ConversionError, LoaderError
 
 CACHE_GLOBALS = 3
 """fp32 numbers that each expert keeps in the conversion cache: globals of gate, up, down."""
@@ -129,6 +129,8 @@ def guarded(layer: int, call: Callable[[], _Result]) -> _Result:
         return call()
     except LoaderError as error:
         raise error.at(layer=layer) from error
+    except MemoryError as error:
+        raise CapacityError("memory ran out while converting", layer=layer) from error
     except Exception as error:
         raise ConversionError(
             f"the converter failed: {type(error).__name__}: {error}", layer=layer

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from loader.errors import CheckpointError
+from loader.errors import CapacityError, CheckpointError
 from loader.reference.findings import FIELDS
 
 _LIBRARY = "_core"
@@ -244,8 +244,7 @@ class Core:
             ctypes.c_int(self.threads),
             ctypes.byref(error),
         )
-        if code:
-            raise ValueError(error.what.decode())
+        _require_done(code, error)
 
     def moe_scratch_bytes(self, spec: list[int], tokens: int, top_k: int) -> int:
         """Scratch that :meth:`moe` needs for so many tokens."""
@@ -277,12 +276,11 @@ class Core:
             ctypes.c_int(self.threads),
             ctypes.byref(error),
         )
-        if code:
-            raise ValueError(error.what.decode())
+        _require_done(code, error)
 
 
 _Call = Callable[[torch.Tensor, ctypes.c_int64, _Error], int]
-_REFUSED, _FAILED_READ = 1, 2
+_REFUSED, _FAILED_READ, _NO_MEMORY = 1, 2, 3
 
 
 def _checked(call: _Call, room: int) -> torch.Tensor:
@@ -298,9 +296,18 @@ def _checked(call: _Call, room: int) -> torch.Tensor:
             expected=f"{error.wanted} bytes at offset {error.offset}",
             found=f"{error.got} bytes",
         )
-    if code == _REFUSED:
-        raise DescriptorError(int(error.subject), what) if error.subject >= 0 else ValueError(what)
+    if code == _REFUSED and error.subject >= 0:
+        raise DescriptorError(int(error.subject), what)
+    _require_done(code, error)
     return findings[: found.value].clone()
+
+
+def _require_done(code: int, error: _Error) -> None:
+    """Raise what a call returned: CapacityError where memory ran out, else ValueError."""
+    if code == _NO_MEMORY:
+        raise CapacityError(error.what.decode())
+    if code:
+        raise ValueError(error.what.decode())
 
 
 def usable_cores() -> int:

@@ -102,14 +102,32 @@ def allocating(what: str, nbytes: int, layer: int | None = None) -> Iterator[Non
 
 @contextmanager
 def nothing_kept() -> Iterator[None]:
-    """An error that leaves the block keeps no memory: not in its frames, not in the allocator."""
+    """An error that leaves the block keeps no memory: not in its frames, not in the allocator.
+
+    Where Python itself ran out of memory, that becomes a :class:`CapacityError`.
+    """
     handled = sys.exc_info()[1]
     try:
         yield
     except BaseException as error:
         clear_frames(error, handled)
         return_to_system()
+        if isinstance(error, MemoryError):
+            raise CapacityError("memory ran out", found=str(error) or None) from error
         raise
+
+
+@contextmanager
+def starting_threads() -> Iterator[None]:
+    """Make a thread that cannot be started inside the block a :class:`CapacityError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CapacityError(
+            "a thread could not be started",
+            expected="room for one more thread",
+            found=f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -119,14 +137,6 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         storage = tensor.untyped_storage()
         storages[storage.data_ptr(), str(tensor.device)] = storage.nbytes()
     return sum(storages.values())
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that a card has left: the driver's for a GPU, available memory for the host."""
-    if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
 
 
 def return_to_system() -> None:
@@ -198,7 +208,8 @@ class HostPeak:
 
     def __enter__(self) -> HostPeak:
         self.sample()
-        self._thread.start()
+        with starting_threads():
+            self._thread.start()
         return self
 
     def __exit__(

@@ -110,5 +110,19 @@ class LoadReport:
 
 
 def write_json(value: object, path: str | os.PathLike[str]) -> None:
-    """Write a report as indented JSON."""
-    Path(path).write_text(json.dumps(value, indent=2) + "\n")
+    """Write a report as indented JSON: the whole file, or none where writing fails."""
+    path = Path(path)
+    if not _replaceable(path):
+        path.write_text(json.dumps(value, indent=2) + "\n")
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _replaceable(path: Path) -> bool:
+    """A name that may be renamed over: a plain file or nothing yet, no device, pipe or link."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())

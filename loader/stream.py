@@ -118,7 +118,10 @@ class ReadAhead:
             current, turn = following, turn + 1
 
     def _submit(self, item: Scheduled | None, turn: int) -> Future[float] | None:
-        return None if item is None else self._executor.submit(self._fill, item.chunk, turn)
+        if item is None:
+            return None
+        with memory.starting_threads():
+            return self._executor.submit(self._fill, item.chunk, turn)
 
     def _result(self, layer: int, future: Future[float]) -> float:
         try:

@@ -141,3 +141,21 @@ def test_kept_values_are_listed(tmp_path: Path) -> None:
     (line,) = experts.report.to_dict()["nonfinite"]
     assert name in line
     json.dumps(experts.report.to_dict(), allow_nan=False)
+
+
+def test_a_report_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json({"a": 1}, path)
+    with pytest.raises(TypeError):
+        write_json({"a": object()}, path)
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_goes_to_what_cannot_be_replaced_as_it_is(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    write_json([1], link)
+    assert link.is_symlink() and json.loads(target.read_text()) == [1]
+    write_json([2], "/dev/null")
+    assert Path("/dev/null").is_char_device()

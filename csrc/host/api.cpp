@@ -4,6 +4,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <exception>
+#include <new>
 #include <vector>
 
 #include "moe.h"
@@ -68,10 +70,25 @@ int give_findings(const std::vector<qpn::Finding>& found, int64_t* rows, int64_t
     return 0;
 }
 
+// Allocates nothing: it also speaks of memory that ran out.
 int fail(const char* what, QpnError* error) {
-    qpn::Failure failure;
-    failure.what = what;
-    return give(failure, error);
+    error->subject = error->offset = -1;
+    error->wanted = error->got = error->error = 0;
+    strncpy(error->what, what, sizeof error->what - 1);
+    error->what[sizeof error->what - 1] = 0;
+    return 1;
+}
+
+// What a call returns whose body threw: nothing is thrown across the C interface.
+int caught(QpnError* error) {
+    try {
+        throw;
+    } catch (const std::bad_alloc&) {
+        fail("memory ran out inside native code", error);
+        return 3;
+    } catch (const std::exception& thrown) {
+        return fail(thrown.what(), error);
+    }
 }
 
 }  // namespace
@@ -91,13 +108,13 @@ QPN_API int qpn_isa(void) {
 
 QPN_API const char* qpn_isa_name(int isa) { return kernels(isa).name; }
 
-// 0 on success, 1 for a refused call, 2 for a failed read; `error` says what.
+// 0 on success, 1 for a refused call, 2 for a failed read, 3 where memory ran out; `error` says what.
 QPN_API int qpn_write(const uint8_t* memory, int file, int64_t bytes, const int64_t* descriptors,
                       int64_t pieces, const int64_t* layer_numbers, void* const* tensors,
                       const int64_t* tensor_bytes, int64_t tensor_count, float* cache,
                       int64_t cache_bytes, int isa, int threads, uint8_t* buffers,
                       int64_t buffer_bytes, int64_t* findings, int64_t most, int64_t* found,
-                      QpnError* error) {
+                      QpnError* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, cache, cache_bytes, layer))
         return fail("the tensors are not those of the layer", error);
@@ -108,12 +125,14 @@ QPN_API int qpn_write(const uint8_t* memory, int file, int64_t bytes, const int6
                                             buffers, buffer_bytes, rows);
     give_findings(rows, findings, most, found);
     return give(failure, error);
+} catch (...) {
+    return caught(error);
 }
 
 QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
                        const int64_t* tensor_bytes, int64_t tensor_count, float* cache,
                        int64_t cache_bytes, int threads, int64_t* findings, int64_t most,
-                       int64_t* found, QpnError* error) {
+                       int64_t* found, QpnError* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, cache, cache_bytes, layer))
         return fail("the tensors are not those of the layer", error);
@@ -121,6 +140,8 @@ QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
     const qpn::Failure failure = qpn::finish(layer, threads, rows);
     give_findings(rows, findings, most, found);
     return give(failure, error);
+} catch (...) {
+    return caught(error);
 }
 
 // Makes the pages of a fresh mapping present, many to a system call and on several threads: a fault
@@ -161,7 +182,7 @@ struct QpnMoe {
 
 QPN_API int qpn_moe(const QpnMoe* step, const int64_t* layer_numbers, void* const* tensors,
                     const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
-                    QpnError* error) {
+                    QpnError* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
         return fail("the tensors are not those of the layer", error);
@@ -171,6 +192,8 @@ QPN_API int qpn_moe(const QpnMoe* step, const int64_t* layer_numbers, void* cons
                             step->scratch,    step->scratch_bytes};
     const std::string wrong = qpn::moe(call, tile_kernels(isa), threads);
     return wrong.empty() ? 0 : fail(wrong.c_str(), error);
+} catch (...) {
+    return caught(error);
 }
 
 // Scratch bytes of one step, or -1 where the numbers are not those of a layer.
@@ -184,11 +207,13 @@ QPN_API int64_t qpn_moe_scratch(const int64_t* layer_numbers, int64_t tokens, in
 QPN_API int qpn_dequantize(int bank, int64_t slot, int64_t first, int64_t last, float* out,
                            int64_t out_floats, const int64_t* layer_numbers, void* const* tensors,
                            const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
-                           QpnError* error) {
+                           QpnError* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
         return fail("the tensors are not those of the layer", error);
     const std::string wrong =
         qpn::dequantize({&layer, bank, slot, first, last, out, out_floats}, tile_kernels(isa), threads);
     return wrong.empty() ? 0 : fail(wrong.c_str(), error);
+} catch (...) {
+    return caught(error);
 }

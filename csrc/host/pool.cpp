@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -37,9 +38,18 @@ struct Region {
     std::atomic<int64_t> next{0};
     std::atomic<int> joined{1};  // the caller is worker 0
     std::atomic<int> running{0};
+    std::mutex error_mutex;
+    std::exception_ptr error;  // of the first job that threw
 
-    void work(int worker) {
-        for (int64_t n = next.fetch_add(1); n < jobs; n = next.fetch_add(1)) (*job)(n, worker);
+    // Never throws: the region lies on the caller's stack, so the caller must outlast its workers.
+    void work(int worker) noexcept {
+        try {
+            for (int64_t n = next.fetch_add(1); n < jobs; n = next.fetch_add(1)) (*job)(n, worker);
+        } catch (...) {
+            std::lock_guard<std::mutex> hold(error_mutex);
+            if (!error) error = std::current_exception();
+            next = jobs;  // what is left need not be done
+        }
     }
 };
 
@@ -58,8 +68,7 @@ class Pool {
         region.threads = threads;
         {
             std::lock_guard<std::mutex> hold(mutex_);
-            while (static_cast<int>(workers_.size()) < threads - 1)
-                workers_.emplace_back([this] { serve(); });
+            grow(threads - 1);
             region_ = &region;
             generation_.fetch_add(1);
         }
@@ -69,10 +78,21 @@ class Pool {
         std::unique_lock<std::mutex> hold(mutex_);
         region_ = nullptr;  // no worker joins from here on
         done_.wait(hold, [&] { return region.running.load() == 0; });
+        hold.unlock();
+        if (region.error) std::rethrow_exception(region.error);
         return true;
     }
 
    private:
+    // Fewer workers serve where the system gives no more threads, or no memory for them.
+    void grow(int workers) {
+        try {
+            while (static_cast<int>(workers_.size()) < workers)
+                workers_.emplace_back([this] { serve(); });
+        } catch (const std::exception&) {
+        }
+    }
+
     void serve() {
         uint64_t seen = 0;
         std::unique_lock<std::mutex> hold(mutex_, std::defer_lock);
