@@ -28,6 +28,7 @@ from loader.native import Implementation, implementation_for
 from loader.pieces import BUFFER_QUANTUM, Places, minimum_staging
 from loader.policy import Policy, ResolvedPolicy
 from loader.render import plan_text
+from loader.room import Room, room_of
 from loader.route import known_device, require_implementation
 from loader.shard import Shard
 
@@ -48,7 +49,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     skipped: tuple[SkippedLayer, ...]
     staging_limit: int
-    card_bytes: int | None
+    room: Room
 
     @property
     def top_k(self) -> int:
@@ -152,17 +153,21 @@ class Plan:
         return self.resident_bytes + self.staging_bytes + self.conversion_bytes
 
     @property
-    def fits(self) -> bool | None:
-        """Whether the peak fits into the card's memory; None where that is not known."""
-        return None if self.card_bytes is None else self.predicted_peak <= self.card_bytes
+    def card_bytes(self) -> int:
+        """What the card has left for the load."""
+        return self.room.nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits into the card's memory."""
+        return self.predicted_peak <= self.card_bytes
 
     def require_fit(self) -> None:
         """Raise :class:`CapacityError`, saying by how much, where the plan does not fit."""
-        if self.fits is False:
-            assert self.card_bytes is not None
+        if not self.fits:
             raise CapacityError(
                 f"the plan does not fit: {self.predicted_peak - self.card_bytes} bytes too many",
-                expected=f"a predicted peak within {self.card_bytes} bytes of free memory",
+                expected=f"a predicted peak within {self.card_bytes} bytes, the {self.room.limit}",
                 found=f"{self.predicted_peak} bytes on {self.device}",
             )
 
@@ -290,7 +295,7 @@ def plan_cards(
             plans: list[Plan] = []
             for shard in shards:
                 # What was free before the first plan: our own tables are no part of the question.
-                card = plans[0].card_bytes if plans else card_memory
+                card = plans[0].room if plans else card_memory
                 plans.append(
                     plan_checkpoint(
                         checkpoint, shard, resolved, chosen, device, staging_bytes, card
@@ -309,7 +314,7 @@ def plan_checkpoint(
     layers: Iterable[int] | None,
     device: str | torch.device,
     staging_bytes: int,
-    card_memory: int | None,
+    card_memory: Room | int | None,
 ) -> Plan:
     """Plan an opened checkpoint; see :func:`plan`."""
     device = known_device(device)
@@ -323,9 +328,14 @@ def plan_checkpoint(
         )
         for layer in chosen
     )
-    card = memory.free_bytes(device) if card_memory is None else card_memory
+    if isinstance(card_memory, Room):
+        room = card_memory
+    elif card_memory is None:
+        room = room_of(device)
+    else:
+        room = Room(card_memory, "budget that was given")
     result = Plan(
-        checkpoint, device, shard, policy, implementation, planned, skipped, staging_bytes, card
+        checkpoint, device, shard, policy, implementation, planned, skipped, staging_bytes, room
     )
     _ = result.read_bytes(chosen[0])  # a staging budget that is too small is refused here
     return result

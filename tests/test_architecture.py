@@ -34,7 +34,7 @@ LAYERS = (
     "bank",
     "reference reference.findings reference.closing reference.convert",
     "reference.weights reference.routes",
-    "core host native memory converter",
+    "core host native memory room converter",
     "pieces chunks",
     "route layer_choice layer_plan render plan report",
     "stream lifecycle workspace crossover verdict experts pipeline parameters inplace",

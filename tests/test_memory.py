@@ -245,10 +245,6 @@ def test_the_thread_samples_by_itself() -> None:
         assert seen.wait(300)
 
 
-def test_free_memory_of_the_host_is_known() -> None:
-    assert 0 < memory.free_bytes(CPU) < 1 << 48
-
-
 # A whole load, in a process of its own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from loader.checkpoint.source import LocalSource
 from loader.errors import CapacityError, CheckpointError, LoaderError, UnsupportedError
 from loader.memory import storage_bytes
 from loader.plan import Plan, plan_cards
+from loader.room import Room
 from loader.testing.checkpoint import PRESETS, TinyCheckpoint, tiny_checkpoint
 from loader.testing.container import INDEX, read_header, rewrite
 
@@ -270,11 +272,13 @@ def test_a_card_that_is_too_small_is_refused_by_load_before_anything_is_read_or_
 def test_without_a_budget_the_free_memory_counts(
     mixed: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loader.memory.free_bytes", lambda device: 12345)
+    module = sys.modules["loader.plan"]  # the package's own name `plan` is the function
+    monkeypatch.setattr(module, "room_of", lambda device: Room(12345, "limit of the test"))
     plan = loader.plan(mixed.folder)
     assert (plan.card_bytes, plan.fits) == (12345, False)
-    with pytest.raises(CapacityError):
+    with pytest.raises(CapacityError, match="limit of the test") as caught:
         loader.load(mixed.folder)
+    assert f"{plan.predicted_peak - 12345} bytes too many" in str(caught.value)
 
 
 # --- layers ------------------------------------------------------------------------------------
