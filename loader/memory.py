@@ -206,10 +206,20 @@ class HostPeak:
         while not self._stop.wait(self._interval):
             self.sample()
 
+    def stop(self) -> None:
+        """End the sampling thread; may be called again, and before the thread was started."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
     def __enter__(self) -> HostPeak:
         self.sample()
-        with starting_threads():
-            self._thread.start()
+        try:
+            with starting_threads():
+                self._thread.start()
+        except BaseException:  # an interrupt while the thread starts finds it running
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -218,5 +228,4 @@ class HostPeak:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self.stop()

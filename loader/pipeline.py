@@ -329,6 +329,7 @@ class _Load:
 
     def abandon(self) -> None:
         """Drop everything after a failure: banks of finished layers, cache, staging, reader."""
+        self.peak.stop()
         if self.reader is not None:
             self.reader.close()
         if self.staging is not None:

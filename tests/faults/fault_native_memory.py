@@ -1,0 +1,132 @@
+"""Memory and threads that native code asks for and does not get; run by tests, prints JSON.
+
+Needs ``failing_new.cpp`` built and preloaded: its ``operator new`` fails at a chosen call, and its
+``pthread_create`` while it is told to. The process must live, and the load fail like any other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Run as a script: the folder above holds what all tests share.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from fault_cells import Outcome, Witness, load, make_checkpoint, right_banks
+from fault_kinds import Bench, BenchSource, patched
+from load_fakes import banks_of, bits, same_bits
+
+from loader import CapacityError, native
+from loader.experts import LoadedExperts
+
+torch.set_num_threads(1)
+assert native.CORE is not None
+LIBRARY = native.CORE._library
+SHIM = ctypes.CDLL(os.environ["QPN_TEST_SHIM"])
+MOST = 400
+"""Allocations of one native call, at most."""
+
+
+def failing_at(number: int, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner`` with allocation ``number`` of its first call failing."""
+    calls = iter(range(1 << 30))
+
+    def call(*args: Any) -> Any:
+        if next(calls):
+            return inner(*args)
+        SHIM.arm(ctypes.c_long(number))
+        try:
+            return inner(*args)
+        finally:
+            SHIM.disarm()
+
+    return call
+
+
+def sweep(name: str, run: Callable[[], Any], right: Callable[[Any], bool]) -> Outcome:
+    """Fail each allocation of the first native call of ``run`` in turn, until none is left."""
+    inner = getattr(LIBRARY, name)
+    wrong: list[str] = []
+    run()
+    witness = Witness()
+    before = witness.left()
+    for number in range(MOST):
+        try:
+            with witness.watching(), patched(LIBRARY, name, failing_at(number, inner)):
+                result = run()
+        except CapacityError as error:
+            wrong += [] if "memory ran out inside native code" in str(error) else [str(error)]
+            wrong += witness.left().beyond(before)
+            wrong += [] if right(run()) else [f"the next one is wrong after allocation {number}"]
+            continue
+        wrong += [] if right(result) else ["wrong without a failure"]
+        return Outcome(f"no memory in {name}", "any", "direct", f"{number} points", wrong)
+    return Outcome(f"no memory in {name}", "any", "direct", "endless", ["never ended"])
+
+
+def threads(good: Path, wanted: list[torch.Tensor]) -> Outcome:
+    """A native call that may have no more threads goes on with those it has."""
+    inner = native.read
+
+    def refused(*args: Any) -> Any:
+        SHIM.refuse_threads(1)
+        try:
+            return inner(*args)
+        finally:
+            SHIM.refuse_threads(0)
+
+    with patched(native, "read", refused):
+        experts = load(good)
+    wrong = [] if same_bits(banks_of(experts), wanted) else ["wrong banks"]
+    return Outcome("no thread for native code", "reading", "direct", "loaded", wrong)
+
+
+def no_python_thread(good: Path) -> Outcome:
+    """Where Python is to start the thread, the load is refused."""
+    wrong = []
+    for way in ("direct", "ahead"):
+        before = Witness().left()
+        with BenchSource(Bench(good, "", way)) as source:
+            SHIM.refuse_threads(1)
+            try:
+                load(source)
+                wrong.append("the load went on")
+            except CapacityError as error:
+                wrong += [] if "thread could not be started" in str(error) else [str(error)]
+            finally:
+                SHIM.refuse_threads(0)
+        wrong += Witness().left().beyond(before)
+    return Outcome("no thread", "planned", "direct, ahead", "CapacityError", wrong)
+
+
+def all_probes(good: Path) -> list[Outcome]:
+    """Loads, closing passes and steps, with every native allocation failing once."""
+    wanted = right_banks(good)
+    found = [threads(good, wanted), no_python_thread(good)]  # first: no thread is there yet
+
+    def right(experts: LoadedExperts) -> bool:
+        return same_bits(banks_of(experts), wanted)
+
+    for name in ("qpn_write", "qpn_finish"):
+        found.append(sweep(name, lambda: load(good), right))
+    layer = load(good)[0]
+    x = torch.randn(4, 512)
+    ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
+    weights = torch.ones(4, 2)
+    y = layer(x, ids, weights)
+    found.append(sweep("qpn_moe", lambda: layer(x, ids, weights), lambda out: bits(out) == bits(y)))
+    return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        make_checkpoint(Path(name) / "good")
+        outcomes = all_probes(Path(name) / "good")
+    print(json.dumps([vars(outcome) for outcome in outcomes]))

@@ -1,0 +1,28 @@
+"""Faults that need a process of their own: signals, and memory that native code does not get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fault_kinds import STATES
+from fault_probes import COMPILER, run_native_memory, run_probe
+
+from loader import native
+
+
+@pytest.mark.parametrize("probe", ["handled", "unhandled", "storm"])
+def test_signals(probe: str) -> None:
+    found = run_probe("fault_signals.py", probe)
+    assert [outcome for outcome in found if outcome.wrong] == []
+    ways = 2 if native.HOST is None else 3
+    wanted = {"handled": 2 * ways * len(STATES), "unhandled": ways * len(STATES), "storm": 1}
+    assert len(found) == wanted[probe]
+
+
+@pytest.mark.skipif(native.HOST is None, reason="the native core is not built")
+@pytest.mark.skipif(COMPILER is None, reason="no g++ builds the shim that makes allocations fail")
+def test_native_code_that_gets_no_memory(tmp_path: Path) -> None:
+    found = run_native_memory(tmp_path)
+    assert [outcome for outcome in found if outcome.wrong] == []
+    assert len(found) == 5
