@@ -1,0 +1,38 @@
+"""Coverage-guided fuzzing of the header reader by atheris, held against safetensors.
+
+    python tests/fuzz/fuzz_coverage.py -max_total_time=60
+
+The first byte of an input chooses: a structured file, or the rest of the bytes as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import atheris
+
+# Run as a script: the package lies two folders above.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+with atheris.instrument_imports(include=["loader.checkpoint.header", "loader.checkpoint.entries"]):
+    import loader.checkpoint.header  # noqa: F401
+
+from fuzz_choices import ProvidedChoices  # noqa: E402
+from fuzz_files import make_file  # noqa: E402
+from fuzz_oracle import check_against_safetensors  # noqa: E402
+
+
+def one_input(data: bytes) -> None:
+    """One input of the fuzzer; an assertion or any other exception ends the run."""
+    if data[:1] < b"\x80":
+        raw = make_file(ProvidedChoices(atheris.FuzzedDataProvider(data[1:])))
+    else:
+        text = data[1:]
+        raw = len(text).to_bytes(8, "little") + text if len(data) % 2 else text
+    check_against_safetensors(raw)
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
