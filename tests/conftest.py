@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+import raise_sites
 import torch
 
 from loader import native
@@ -25,3 +27,15 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
     by_reference = request.param == "reference"
     with native.serving(native.REFERENCE) if by_reference else nullcontext():
         yield request.param
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--raise-sites", metavar="DIR", help="record which error messages are reached")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("--raise-sites")
+    if folder:
+        reached: set[tuple[str, int]] = set()
+        raise_sites.record(reached)
+        config.add_cleanup(lambda: raise_sites.write(reached, Path(folder)))

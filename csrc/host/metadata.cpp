@@ -166,13 +166,17 @@ void zeros(const Descriptor& piece, const uint8_t* source, const Layer& layer,
     to.unexpected.report(findings, kZeroPoint);
 }
 
+// Positive and finite, and as a divisor one with a finite reciprocal.
+bool usable_global(const Bank& bank, float value) {
+    return finite(value) && value > 0 && (bank.sense != kDivisor || finite(1.0f / value));
+}
+
 void global(const Descriptor& piece, const uint8_t* source, const Layer& layer,
             Findings& findings) {
     const Bank& bank = layer.bank[piece.bank];
     const float value = piece.role == kGlobalBf16 ? from_bf16(read<uint16_t>(source + piece.skip))
                                                   : read<float>(source + piece.skip);
-    bool good = finite(value) && value > 0;
-    if (bank.sense == kDivisor) good = good && finite(1.0f / value);
+    const bool good = usable_global(bank, value);
     if (bank.layout == kCompact) {
         const int64_t parity = bank.projections == 2 ? piece.projection : 0;
         memcpy(bank.tensor[2] + (piece.slot * bank.projections + parity) * 4, &value, 4);
@@ -266,14 +270,17 @@ void biases(const Layer& layer, const Bank& bank, int64_t slot, Findings& findin
 void wide_block_scales(const Layer& layer, int number, int64_t slot, Findings& findings) {
     const Bank& bank = layer.bank[number];
     const float* whole = layer.cache + slot * 3 + (number == 0 ? 0 : 2);
+    const bool usable[2] = {usable_global(bank, whole[0]),
+                            usable_global(bank, whole[bank.projections - 1])};
     Bad not_held;
     for (int64_t g = 0; g < bank.groups(); ++g)
         for (int64_t n = 0; n < bank.n; ++n) {
             uint8_t* at = bank.tensor[1] + (slot * bank.plane() + g * bank.n_padded() + n) * 2;
             const float block = from_e4m3(at[0]);
-            const float global = whole[bank.projections == 2 ? n % 2 : 0];
-            const float value = bank.sense == kDivisor ? block / global : block * global;
-            if (!held_by_half(value)) not_held.hit(g, n, static_cast<int32_t>(to_bits(value)));
+            const int64_t part = bank.projections == 2 ? n % 2 : 0;
+            const float value = bank.sense == kDivisor ? block / whole[part] : block * whole[part];
+            // What `write` has reported of block scales and globals is not reported again.
+            if (!held_by_half(value) && finite(block) && usable[part]) not_held.hit(g, n, static_cast<int32_t>(to_bits(value)));
             const uint16_t half = to_half(value);
             memcpy(at, &half, 2);
         }

@@ -20,6 +20,12 @@ def held(values: torch.Tensor) -> torch.Tensor:
     return (values == 0) | ((size >= _FP16_SMALLEST_NORMAL) & values.half().isfinite())
 
 
+def usable_globals(values: torch.Tensor, sense: str) -> torch.Tensor:
+    """True where a global scale is positive and finite, and as a divisor has a reciprocal."""
+    good = values.isfinite() & (values > 0)
+    return good & values.reciprocal().isfinite() if sense == "divisor" else good
+
+
 def finish(banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]) -> torch.Tensor:
     """Complete the metadata of one layer after its last ``write``; findings as in ``write``."""
     layer = layer_spec_from_ints(spec)
@@ -83,6 +89,7 @@ def _finish_wide_e2m1(
     block = codes.contiguous().view(torch.float8_e4m3fn).float()
     whole = scale.repeat(bank.columns)
     value = block / whole if bank.global_sense == "divisor" else block * whole
-    bad = ~held(value)
+    # What `write` has reported of block scales and globals is not reported again.
+    bad = ~held(value) & block.isfinite() & usable_globals(whole, bank.global_sense)
     columns.copy_(value.half())
     return first_bad(subject, Kind.NOT_HELD, bad, value.view(torch.int32))

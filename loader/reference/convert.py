@@ -26,7 +26,7 @@ from loader.bank import (
 )
 from loader.checkpoint.scheme import Role
 from loader.reference import BLOCK_BYTES
-from loader.reference.closing import finish, held
+from loader.reference.closing import finish, held, usable_globals
 from loader.reference.findings import Kind, first_bad, table
 
 # Nibble that holds column 8 j + m of an AWQ word: the reverse of the tools' 0, 2, 4, 6, 1, 3, 5, 7.
@@ -249,9 +249,7 @@ def _global(
     subject: int, piece: _Descriptor, first: int, block: torch.Tensor, to: _Target
 ) -> Findings:
     value = block.view(-1)[:1].float()
-    good = value.isfinite() & (value > 0)
-    if to.spec.global_sense == "divisor":
-        good &= value.reciprocal().isfinite()
+    good = usable_globals(value, to.spec.global_sense)
     if to.spec.layout == "compact":
         to.tensors["globals"][piece.slot, to.parity] = value[0]
     else:
