@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 AWQ := fixtures/checkpoints/qwen3moe-awq-gemm-g128
 NVFP4 := fixtures/checkpoints/mixtral-ct08-nvfp4
 
-.PHONY: setup demo test lint sanitize bench-memory bench-load bench-decode clean
+.PHONY: setup demo test lint sanitize faults fuzz fuzz-record loads-record error-coverage bench-memory bench-load bench-decode clean
 
 setup: $(READY)
 
@@ -48,6 +48,33 @@ sanitize: setup
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitize $(BIN)/pytest -n auto tests/test_core.py tests/test_host.py \
 		-k "not allocates"
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=build/sanitize $(BIN)/python tests/fuzz/fuzz_run.py --files 0 --checkpoints 1000
+
+# The matrix of faults as a table (docs/reliability.md).
+faults: setup
+	$(BIN)/python tests/faults/fault_table.py
+
+# Coverage-guided fuzzing of the header reader, for so many seconds.
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check "atheris>=3"
+	$(BIN)/python tests/fuzz/fuzz_coverage.py -max_total_time=$(FUZZ_SECONDS)
+
+# The recorded runs of docs/reliability.md: 100,000 hostile inputs; 1,000 loads in one process.
+fuzz-record: setup
+	$(BIN)/python tests/fuzz/fuzz_run.py
+
+loads-record: setup
+	rm -rf build/loads && mkdir -p build
+	$(BIN)/python fixtures/make.py build/loads --hidden 64 --intermediate 64 --group 32
+	$(BIN)/python tests/limits/limit_probe.py many_loads build/loads 1000
+
+# Runs the tests and lists the error messages that none of them reached.
+error-coverage: setup
+	rm -rf build/raise-sites
+	$(BIN)/pytest -n auto --raise-sites build/raise-sites
+	$(BIN)/python tests/raise_sites.py build/raise-sites
 
 bench-memory: setup
 	$(BIN)/python benchmarks/memory.py

@@ -10,9 +10,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-# Run as a script: the folder above holds what all tests share, the one above that the package.
+# Run as a script: the folder above holds what all tests share.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from fault_cells import Outcome, make_checkpoint, run_cell

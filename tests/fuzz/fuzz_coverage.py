@@ -8,12 +8,8 @@ The first byte of an input chooses: a structured file, or the rest of the bytes 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import atheris
-
-# Run as a script: the package lies two folders above.
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["loader.checkpoint.header", "loader.checkpoint.entries"]):
     import loader.checkpoint.header  # noqa: F401

@@ -15,9 +15,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-# Run as a script: the package lies two folders above.
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import torch
 from fuzz_checkpoints import make_checkpoint, read_bases
 from fuzz_choices import SeededChoices
