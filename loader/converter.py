@@ -92,6 +92,11 @@ class LayerConverter:
     def __post_init__(self) -> None:
         self._spec = self.banks.spec.to_ints()
 
+    def reshape(self, spec: LayerSpec) -> None:
+        """Go on with banks of another spec, whose tensors the caller has already put in place."""
+        self.banks.spec = spec
+        self._spec = spec.to_ints()
+
     def write(self, chunk: torch.Tensor, descriptors: torch.Tensor) -> torch.Tensor:
         """Convert the pieces of one chunk (uint8); returns findings int64 (n, 6)."""
         findings: torch.Tensor = native.write(

@@ -20,7 +20,7 @@ from loader.reference.findings import FIELDS
 
 _LIBRARY = "_core"
 _LAYER_NUMBERS = 21
-_FINDINGS_EACH = 2
+_FINDINGS_EACH = 3
 """Most kinds of finding that one piece, or one expert of one bank, can have."""
 
 

@@ -7,7 +7,7 @@ pieces, converter and lifecycle as a checkpoint; each parameter is one chunk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,14 +21,15 @@ from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarde
 from loader.crossover import Crossovers
 from loader.errors import LifecycleError, LoaderError
 from loader.experts import LayerFacts, PreparedExperts
-from loader.layer_plan import layer_spec
+from loader.layer_plan import layer_spec, require_scales
 from loader.lifecycle import Lifecycle, Observer
 from loader.native import implementation_for
 from loader.parameters import Parameters, read_parameters
-from loader.pieces import Slice, build_pieces, descriptors_of
+from loader.pieces import Pieces, Slice, build_pieces, descriptors_of
 from loader.policy import Policy, ResolvedPolicy
 from loader.reference.routes import least_scratch_bytes
 from loader.route import decide, fast_tokens, require_implementation
+from loader.scale_planes import Found, ScalePlanes
 from loader.shard import Shard
 from loader.verdict import Judge
 from loader.workspace import Workspace
@@ -109,6 +110,7 @@ def _decide(
             expected=f"{len(ids)} experts on axis 0, of {experts} in all",
             found=local,
         )
+    require_scales(found.source, implementation)
     spec, _ = layer_spec(found.source, found.part, policy, found.phase)
     return LayerFacts(
         layer=layer,
@@ -161,6 +163,7 @@ class _InPlace:
             self.cache = ConversionCache(facts.spec, device)
         self.lifecycle.enter(layer, "reading")
         self._convert(LayerConverter(banks, self.cache))
+        facts = replace(facts, spec=banks.spec)
         if facts.policy.policy.grouped_max_tokens == "measure":
             facts = self._settled(facts, banks, workspace)
         self.prepared = PreparedExperts(facts, banks.tensors, workspace)
@@ -204,6 +207,7 @@ class _InPlace:
         )
         pieces = build_pieces(found.source, found.places, found.part, self.facts.spec)
         pieces["offset"] = pieces["begin"]
+        planes = ScalePlanes(converter)
         consumed = 0
         for number, tensor in enumerate(found.tensors):
             own = pieces[pieces["file"] == number]
@@ -211,11 +215,12 @@ class _InPlace:
                 continue
             data = tensor.detach().view(torch.uint8).flatten()
             descriptors = torch.from_numpy(descriptors_of(own))
-            findings = guarded(layer, partial(converter.write, data, descriptors))
-            for line in judge.after_write(findings, own):
-                _LOG.warning("kept under nonfinite='warn': %s", line)
+            write = partial(guarded, layer, partial(converter.write, data, descriptors))
+            for findings, pieces_found in planes.settle(partial(_found, write, own)):
+                for line in judge.after_write(findings, pieces_found):
+                    _LOG.warning("kept under nonfinite='warn': %s", line)
             consumed += data.numel()
-            del data
+            del data, write
             self.lifecycle.enter(layer, "reading", consumed)
         self.lifecycle.enter(layer, "converting")
         judge.after_finish(guarded(layer, converter.finish))
@@ -256,6 +261,11 @@ class _InPlace:
         self.found = self.prepared = self.cache = None
         for error in self.lifecycle.fail():
             _LOG.error("%s", error)
+
+
+def _found(write: Callable[[], torch.Tensor], pieces: Pieces) -> list[Found]:
+    """One call of the converter, with the pieces that its findings count."""
+    return [(write(), pieces)]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[StorageWeakRef, int]]:

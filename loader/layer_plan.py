@@ -12,14 +12,19 @@ import torch
 from loader.bank import BankSpec, LayerSpec, check_group
 from loader.checkpoint.tables import LayerSource
 from loader.chunks import Chunk, build_chunks
-from loader.errors import LoaderError
+from loader.errors import LoaderError, UnsupportedError
 from loader.native import Implementation
 from loader.pieces import Pieces, Places, Slice, build_pieces, split_pieces
 from loader.policy import ResolvedPolicy
 from loader.route import RouteRange, decide, fast_tokens
 from loader.shard import Shard
 
-_SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8}
+_SCALE_DTYPES = {
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float16,  # until a value is found that only bf16 holds: see scale_planes.py
+    "F8_E4M3": torch.uint8,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,8 +110,10 @@ class LayerPlan:
             "metadata_layout": self.spec.w13.layout,
             "metadata_layout_reason": self.layout_reason,
             "scale_dtypes": [
-                "e4m3" if bank.kind == "e2m1" else str(bank.scale_dtype).removeprefix("torch.")
-                for bank in self.spec.banks
+                "float16 or bfloat16" if on_disk == "F32" else shown
+                for on_disk, shown in zip(
+                    self.source.scale_dtypes, scale_dtypes(self.spec), strict=True
+                )
             ],
             "bytes": self.bytes_by_category(),
             "routes": [route.to_dict() for route in self.routes],
@@ -126,10 +133,30 @@ def plan_layer(
     Raises :class:`loader.LoaderError` for a slice, layout or route that cannot be.
     """
     offset, count = shard.slice_of(source.intermediate, source.group2, source.layer)
+    require_scales(source, implementation)
     part = Slice(expert_ids, offset, count)
     spec, reason = layer_spec(source, part, policy)
     routes = decide(source.layer, spec, implementation, policy, source.reason)
     return LayerPlan(source.layer, source, part, spec, reason, routes, places)
+
+
+def require_scales(source: LayerSource, implementation: Implementation) -> None:
+    """Raise :class:`UnsupportedError` for scales that an implementation does not convert."""
+    if "F32" in source.scale_dtypes and not implementation.fp32_scales:
+        raise UnsupportedError(
+            "scales of 32 bits are not loaded on this device",
+            layer=source.layer,
+            expected="F16 or BF16",
+            found=f"F32, and the implementation {implementation.name}",
+        )
+
+
+def scale_dtypes(spec: LayerSpec) -> list[str]:
+    """Dtypes of the scales of W13 and W2 as the report shows them."""
+    return [
+        "e4m3" if bank.kind == "e2m1" else str(bank.scale_dtype).removeprefix("torch.")
+        for bank in spec.banks
+    ]
 
 
 def layer_spec(

@@ -53,7 +53,8 @@ class Implementation:
     ``dtypes`` are activation dtypes; ``routes`` what it can run; ``kinds`` and ``layouts`` the
     banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
     staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
-    ``threads`` buffers of ``buffer_bytes`` each. ``scratch_bytes(layers, tokens, top_k)`` is the
+    ``threads`` buffers of ``buffer_bytes`` each. ``fp32_scales`` says that it converts int4 scales
+    of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)`` is the
     scratch that steps of up to so many tokens need.
     """
 
@@ -72,6 +73,7 @@ class Implementation:
     read: Callable[..., torch.Tensor] | None = None
     threads: int = 1
     buffer_bytes: int = 0
+    fp32_scales: bool = False
 
     @property
     def reads_files(self) -> bool:
@@ -92,6 +94,7 @@ REFERENCE = Implementation(
     finish=convert.finish,
     moe=routes.moe,
     scratch_bytes=routes.scratch_bytes,
+    fp32_scales=True,
 )
 
 _NATIVE_TEMPORARY_BYTES = 8 << 20
@@ -118,6 +121,7 @@ def _host() -> Implementation | None:
         read=CORE.read,
         threads=CORE.threads,
         buffer_bytes=CORE.buffer_bytes,
+        fp32_scales=REFERENCE.fp32_scales,
     )
 
 

@@ -209,12 +209,10 @@ class _Reader:
                 raise self._error(name, "contiguous", f"strides {tensor.stride()}")
             if tensor.device != device:
                 raise self._error(name, f"on {device}, as all others", f"on {tensor.device}")
-            role = part.role
-            if role is Role.GLOBAL_F32 and dtype == "BF16":
-                role = Role.GLOBAL_BF16
+            role, arrangement, _ = part.stored_as(dtype)
             shape = tuple(tensor.shape[1:])
             rows = np.asarray([row])
-            table = Table(projection, role, part.arrangement, tensor.itemsize, shape, rows)
+            table = Table(projection, role, arrangement, tensor.itemsize, shape, rows)
             built.append(table)
         zeros = {table.projection for table in built if table.role in _ZEROS}
         if len(zeros) == 1:

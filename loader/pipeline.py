@@ -19,13 +19,14 @@ from loader.checkpoint.source import Source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
 from loader.crossover import Crossovers, Share
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
-from loader.layer_plan import LayerPlan
+from loader.layer_plan import LayerPlan, scale_dtypes
 from loader.lifecycle import Lifecycle, Observer
 from loader.native import log_missing_core
 from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
 from loader.report import LayerMeasured, LoadReport, MemoryMeasured
 from loader.route import FAST_ROUTES
+from loader.scale_planes import ScalePlanes
 from loader.shard import Shard
 from loader.stream import DirectReads, Filled, Lent, ReadAhead, Scheduled, Staging
 from loader.verdict import Judge
@@ -252,6 +253,7 @@ class _Load:
         stream: Iterator[Filled | Lent],
     ) -> None:
         number, measured = layer.layer, self.measured[layer.layer]
+        planes = ScalePlanes(converter)
         consumed = 0
         last = False
         while not last:
@@ -259,15 +261,14 @@ class _Load:
             last = filled.scheduled.last
             measured.read_seconds += filled.read_seconds
             started = time.perf_counter()
-            for findings, pieces in guarded(
-                number, partial(filled.convert, converter, judge.name_of)
-            ):
+            convert = partial(filled.convert, converter, judge.name_of)
+            for findings, pieces in planes.settle(partial(guarded, number, convert)):
                 self.nonfinite += judge.after_write(findings, pieces)
             measured.convert_seconds += time.perf_counter() - started
             consumed += filled.scheduled.chunk.bytes_read
             self.bytes_read += filled.scheduled.chunk.bytes_read
             # The buffer behind `filled` is read into again as soon as the stream goes on.
-            del filled
+            del filled, convert
             self.peak.sample()
             self.lifecycle.enter(number, "reading", consumed)
         self.lifecycle.enter(number, "converting", 0)
@@ -284,7 +285,7 @@ class _Load:
         facts = LayerFacts(
             layer=layer.layer,
             format=layer.source.scheme.format,
-            spec=layer.spec,
+            spec=banks.spec,
             expert_ids=layer.part.expert_ids,
             experts=self.plan.checkpoint.model.experts,
             shard=self.plan.shard,
@@ -307,8 +308,11 @@ class _Load:
             host_file_baseline=self.baseline.file,
             host_uss_peak=uss,
         )
+        planned = self.plan.to_dict()
+        for entry in planned["layers"]:
+            entry["scale_dtypes"] = scale_dtypes(self.modules[entry["layer"]].spec)
         return LoadReport(
-            planned=self.plan.to_dict(),
+            planned=planned,
             layers=self.measured,
             memory=measured,
             seconds=seconds,

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from loader.checkpoint.family import DOWN, GATE, GATE_UP, UP
-from loader.checkpoint.scheme import Role
+from loader.checkpoint.scheme import SCALE_ROLES, Role
 from loader.checkpoint.tables import LayerSource
 from loader.errors import CheckpointError, ConversionError, LoaderError
 from loader.pieces import Pieces, Slice
 from loader.reference.findings import Kind
 
-_SCALES = (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8)
 _ZEROS = (Role.ZEROS_GN, Role.ZEROS_NG)
 
 _WARNABLE = (Kind.NONFINITE, Kind.GLOBAL)
@@ -28,6 +27,12 @@ class _Meaning:
     what: str
     expected: str
 
+
+_NEITHER = _Meaning(
+    ConversionError,
+    "scales of 32 bits fit neither 16-bit format",
+    "every scale of a bank exact in fp16, or every one exact in bf16",
+)
 
 _MEANINGS: Mapping[Kind, _Meaning] = {
     Kind.NONFINITE: _Meaning(ConversionError, "a scale is not finite", "finite scales"),
@@ -53,6 +58,8 @@ _MEANINGS: Mapping[Kind, _Meaning] = {
         "0, or finite with |x| >= 2**-14 and exact; "
         "layout='compact' with awq_rounding='exact' keeps the value as it is",
     ),
+    Kind.NOT_FP16: _NEITHER,
+    Kind.NOT_BF16: _NEITHER,
 }
 
 
@@ -77,7 +84,7 @@ class Judge:
         for subject, kind, count, row, column, bits in rows:
             piece = pieces[subject]
             role, projection = Role(piece["role"]), int(piece["projection"])
-            matrix = role in _SCALES or role in _ZEROS
+            matrix = role in SCALE_ROLES or role in _ZEROS
             kept.append(
                 self._judge(
                     Kind(kind),
@@ -147,7 +154,7 @@ class Judge:
 
     def _scale_tensor(self, projection: int, slot: int) -> int:
         for table in self.source.tables:
-            if table.role in _SCALES and table.projection in (
+            if table.role in SCALE_ROLES and table.projection in (
                 projection,
                 GATE_UP if projection != DOWN else DOWN,
             ):
@@ -160,7 +167,7 @@ def _value(role: Role, bits: int, scale_dtype: str) -> str:
         return _half(bits, scale_dtype)
     if role == Role.SCALES_NG8:
         return f"e4m3 byte 0x{bits & 0xFF:02x}"
-    if role in (Role.GLOBAL_F32, Role.GLOBAL_BF16):
+    if role in (Role.GLOBAL_F32, Role.GLOBAL_BF16, Role.SCALES_GN32, Role.SCALES_NG32):
         return f"{_float(bits, '<i', '<f'):g}"
     return str(bits)
 

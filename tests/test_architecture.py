@@ -37,7 +37,7 @@ LAYERS = (
     "core host native memory room converter",
     "pieces chunks",
     "route layer_choice layer_plan render plan report",
-    "stream lifecycle workspace crossover verdict experts pipeline parameters inplace",
+    "scale_planes stream lifecycle workspace crossover verdict experts pipeline parameters inplace",
     "meeting ranks",
     "verify.layer verify.raw verify.naming verify.config verify.decode verify.slice",
     "verify.report verify.sample verify.forward verify.run verify",
@@ -399,6 +399,8 @@ def test_the_roles_keep_their_values() -> None:
         "CHECK_GROUPS": 10,
         "PLAIN_NK": 11,
         "UNUSED": 12,
+        "SCALES_GN32": 13,
+        "SCALES_NG32": 14,
     }
 
 

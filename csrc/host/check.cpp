@@ -16,6 +16,8 @@ int64_t used_bytes(const Descriptor& piece) {
         case kScalesNg8: return piece.cols;
         case kZerosNg:
         case kGlobalF32:
+        case kScalesGn32:
+        case kScalesNg32:
         case kCheckGroups: return piece.cols * 4;
         case kCheckShape: return piece.cols * 8;
         default: return piece.cols * 2;
@@ -43,8 +45,10 @@ bool limits(const Descriptor& piece, const Bank& bank, int64_t& rows, int64_t& c
         case kCodesKn: rows = bank.k, cols = bank.columns(); return int4;
         case kCodesNk: rows = bank.columns(), cols = bank.k; return int4 || e2m1;
         case kScalesGn:
+        case kScalesGn32:
         case kZerosGn: rows = bank.groups(), cols = bank.columns(); return int4;
         case kScalesNg:
+        case kScalesNg32:
         case kZerosNg: rows = bank.columns(), cols = bank.groups(); return int4;
         case kScalesNg8: rows = bank.columns(), cols = bank.groups(); return e2m1;
         case kGlobalF32:

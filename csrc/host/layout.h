@@ -32,6 +32,8 @@ enum Role : int64_t {
     kCheckShape,
     kCheckGroups,
     kPlainNk,
+    kScalesGn32 = 13,
+    kScalesNg32,
     kRoles
 };
 
@@ -46,7 +48,7 @@ static_assert(sizeof(Descriptor) == 12 * 8, "a descriptor is one row of the tabl
 struct Finding {
     int64_t subject, kind, count, row, column, bits;
 };
-enum FindingKind : int64_t { kNonfinite = 0, kGlobal, kZeroPoint, kShape, kGroups, kNotHeld };
+enum FindingKind : int64_t { kNonfinite = 0, kGlobal, kZeroPoint, kShape, kGroups, kNotHeld, kNotFp16, kNotBf16 };
 
 // One bank: ten numbers of LayerSpec.to_ints, then the tensors with their capacities.
 struct Bank {

@@ -77,6 +77,39 @@ void scales(const Descriptor& piece, const uint8_t* source, const Layer& layer, 
     not_held.report(findings, kNotHeld);
 }
 
+// fp32 scales, stored in the 16 bits of the plane; which formats hold them exactly is reported.
+void fp32_scales(const Descriptor& piece, const uint8_t* source, const Layer& layer, bool by_column,
+                 Findings& findings) {
+    const Bank& bank = layer.bank[piece.bank];
+    const bool checks = layer.checks_fp16();
+    const bool to_fp16 = bank.layout != kCompact || bank.scale_dtype != kBf16;
+    Bad nonfinite, not_held, not_fp16, not_bf16;
+    for (int64_t r = 0; r < piece.rows; ++r) {
+        const uint8_t* row = source + r * piece.row_bytes + piece.skip;
+        for (int64_t c = 0; c < piece.cols; ++c) {
+            const float value = read<float>(row + c * 4);
+            const int64_t group = by_column ? c : piece.dest_row + r;
+            const int64_t column = by_column ? piece.dest_row + r : c;
+            const int32_t bits = static_cast<int32_t>(to_bits(value));
+            const uint16_t half = to_half(value), brain = to_bf16(value);
+            const bool in_fp16 = from_half(half) == value;
+            if (!finite(value)) {
+                nonfinite.hit(group, column, bits);
+            } else if (checks) {
+                if (!in_fp16 || !held_by_half(value)) not_held.hit(group, column, bits);
+            } else {
+                if (!in_fp16) not_fp16.hit(group, column, bits);
+                if (from_bf16(brain) != value) not_bf16.hit(group, column, bits);
+            }
+            put_scale(bank, plane_entry(bank, piece, group, column), to_fp16 ? half : brain);
+        }
+    }
+    nonfinite.report(findings, kNonfinite);
+    not_held.report(findings, kNotHeld);
+    not_fp16.report(findings, kNotFp16);
+    not_bf16.report(findings, kNotBf16);
+}
+
 // The usual case of `scales` for compact planes: whole rows, no conversion, one test at the end.
 void scales_compact(const Descriptor& piece, const uint8_t* source, const Layer& layer,
                     Findings& findings) {
@@ -298,6 +331,8 @@ void write_metadata(const Descriptor& piece, const uint8_t* source, const Layer&
             return scales(piece, source, layer, false, findings);
         case kScalesNg: return scales(piece, source, layer, true, findings);
         case kScalesNg8: return block_scales(piece, source, layer, findings);
+        case kScalesGn32: return fp32_scales(piece, source, layer, false, findings);
+        case kScalesNg32: return fp32_scales(piece, source, layer, true, findings);
         case kZerosGn:
         case kZerosNg: return zeros(piece, source, layer, findings);
         case kGlobalF32:

@@ -6,7 +6,7 @@ namespace qpn {
 
 // What one piece found: at most one finding of each kind.
 struct Findings {
-    Finding found[2];
+    Finding found[3];
     int count = 0;
     void add(FindingKind kind, int64_t how_many, int64_t row, int64_t column, int64_t bits) {
         if (how_many) found[count++] = {0, kind, how_many, row, column, bits};

@@ -36,6 +36,17 @@ class Role(IntEnum):
     CHECK_GROUPS = 10  #: int32 (K,): i // group, or all -1
     PLAIN_NK = 11  #: 16-bit weights (N, K)
     UNUSED = 12  #: known, and left unread
+    SCALES_GN32 = 13  #: fp32 (G, N), stored in 16 bits where one format holds all of a bank
+    SCALES_NG32 = 14  #: fp32 (N, G), likewise
+
+
+SCALE_ROLES = (
+    Role.SCALES_GN,
+    Role.SCALES_NG,
+    Role.SCALES_NG8,
+    Role.SCALES_GN32,
+    Role.SCALES_NG32,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,15 @@ class Part:
     arrangement: Arrangement | None
     dtypes: tuple[str, ...]
     required: bool = True
+
+    def stored_as(self, dtype: str) -> tuple[Role, Arrangement | None, int]:
+        """Role, arrangement and bytes of an element for one of ``dtypes``."""
+        if self.arrangement is None:
+            narrow = self.role is Role.GLOBAL_F32 and dtype == "BF16"
+            return Role.GLOBAL_BF16 if narrow else self.role, None, 2 if narrow else 4
+        if dtype == "F32" and self.role in _WIDE_SCALES:
+            return _WIDE_SCALES[self.role], self.arrangement, 4
+        return self.role, self.arrangement, self.arrangement.element_bytes
 
 
 @dataclass(frozen=True)
@@ -122,7 +142,8 @@ _ROW_GROUPS = Arrangement(("k",), (1,), 4)
 _HALVES_NK = Arrangement(("n", "k"), (1, 1), 2, row_quantum=32)
 
 UNUSED = Part(Role.UNUSED, None, (), required=False)
-_SCALES = ("F16", "BF16")
+_SCALES = ("F16", "BF16", "F32")
+_WIDE_SCALES = {Role.SCALES_GN: Role.SCALES_GN32, Role.SCALES_NG: Role.SCALES_NG32}
 _GROUP_INDEX = Part(Role.CHECK_GROUPS, _ROW_GROUPS, ("I32",), required=False)
 
 AWQ_PARTS: Mapping[str, Part] = {

@@ -15,7 +15,7 @@ from loader.checkpoint.catalog import Catalog, Ints
 from loader.checkpoint.family import DOWN, GATE, GATE_UP, PROJECTIONS, UP
 from loader.checkpoint.header import DTYPES
 from loader.checkpoint.model import Model
-from loader.checkpoint.scheme import Arrangement, Part, Role, Scheme
+from loader.checkpoint.scheme import SCALE_ROLES, Arrangement, Part, Role, Scheme
 from loader.checkpoint.wording import shown_few
 from loader.errors import CheckpointError, LoaderError
 
@@ -228,9 +228,8 @@ class TableReader:
         if wrong.any():
             raise self._wrong_shape(name, part, rows[wrong], shapes, sizes)
         dtype = DTYPES[catalog.dtype[rows[0]]]
-        role = Role.GLOBAL_BF16 if part.role is Role.GLOBAL_F32 and dtype == "BF16" else part.role
-        element = part.arrangement.element_bytes if part.arrangement else 4 - 2 * (dtype == "BF16")
-        return Table(projection, role, part.arrangement, element, self._one_shape(rows[0]), rows)
+        role, arrangement, element = part.stored_as(dtype)
+        return Table(projection, role, arrangement, element, self._one_shape(rows[0]), rows)
 
     def _expected_shapes(
         self, part: Part, projection: int, sizes: Mapping[str, int]
@@ -280,7 +279,7 @@ class TableReader:
 
     def _scale_dtypes(self, tables: Sequence[Table]) -> tuple[str, str]:
         """Dtype of the scales (of the weights, where plain) of W13 and of W2."""
-        roles = (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8, Role.PLAIN_NK)
+        roles = (*SCALE_ROLES, Role.PLAIN_NK)
         by_bank: list[dict[str, Ints]] = [{}, {}]
         for table in tables:
             if table.role in roles:

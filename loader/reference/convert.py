@@ -161,15 +161,21 @@ def _scales(
     column: int,
     to: _Target,
 ) -> Findings:
-    """Store 16-bit scales ``(groups, columns)``, given as int16 bits."""
+    """Store scales ``(groups, columns)``, given as bits: int16, or int32 of fp32 scales."""
     bits = bits.contiguous()
-    values = bits.view(to.spec.scale_dtype).float()
+    is_wide = bits.dtype == torch.int32
+    values = bits.view(torch.float32 if is_wide else to.spec.scale_dtype).float()
     findings = first_bad(subject, Kind.NONFINITE, ~values.isfinite(), bits, group, column)
+    if is_wide and not to.layer.checks_fp16:
+        for kind, dtype in (Kind.NOT_FP16, torch.float16), (Kind.NOT_BF16, torch.bfloat16):
+            other = (values.to(dtype).float() != values) & values.isfinite()
+            findings += first_bad(subject, kind, other, bits, group, column)
     if to.layer.checks_fp16:
         exact = held(values) & (values.half().float() == values) | ~values.isfinite()
         findings += first_bad(subject, Kind.NOT_HELD, ~exact, bits, group, column)
     if to.spec.layout == "compact":
         plane = to.tensors["scales"].view(torch.int16)
+        bits = values.to(to.spec.scale_dtype).view(torch.int16) if is_wide else bits
     else:
         bits = values.half().view(torch.int16)
         metadata = to.tensors["metadata"]
@@ -293,6 +299,8 @@ _ROLES: dict[int, tuple[_Convert, Callable[[int], int], torch.dtype]] = {
     Role.CODES_NK: (_codes_nk, lambda cols: cols // 2, torch.int32),
     Role.SCALES_GN: (_scales_gn, lambda cols: cols * 2, torch.int16),
     Role.SCALES_NG: (_scales_ng, lambda cols: cols * 2, torch.int16),
+    Role.SCALES_GN32: (_scales_gn, lambda cols: cols * 4, torch.int32),
+    Role.SCALES_NG32: (_scales_ng, lambda cols: cols * 4, torch.int32),
     Role.SCALES_NG8: (_block_scales, lambda cols: cols, torch.uint8),
     Role.ZEROS_GN: (_zeros_gn, lambda cols: cols // 2, torch.int32),
     Role.ZEROS_NG: (_zeros_ng, lambda cols: cols * 4, torch.int32),

@@ -25,6 +25,8 @@ class Kind(IntEnum):
     SHAPE = 3  #: weight_shape disagrees with the packed tensor
     GROUPS = 4  #: g_idx is neither i // group nor all -1
     NOT_HELD = 5  #: fp16 cannot hold the value that the layout stores
+    NOT_FP16 = 6  #: a scale of 32 bits that fp16 does not hold exactly; no fault by itself
+    NOT_BF16 = 7  #: the same of bf16
 
 
 def none() -> torch.Tensor:
