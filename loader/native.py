@@ -54,8 +54,8 @@ class Implementation:
     banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
     staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
     ``threads`` buffers of ``buffer_bytes`` each. ``fp32_scales`` says that it converts int4 scales
-    of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)`` is the
-    scratch that steps of up to so many tokens need.
+    of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)``
+    is the scratch that steps of up to so many tokens need.
     """
 
     name: str

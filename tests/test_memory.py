@@ -179,6 +179,45 @@ def test_the_error_that_its_caller_handles_keeps_its_frames() -> None:
         assert not deep.refs[0].expired(), "the caller's own frames are left for its debugger"
 
 
+def test_python_without_memory_is_a_capacity_error() -> None:
+    deep = Deep()
+
+    def work() -> None:
+        held = deep.tensor()
+        raise MemoryError(f"no room beside {held.numel()}")
+
+    with pytest.raises(CapacityError, match="memory ran out") as caught, memory.nothing_kept():
+        work()
+    assert isinstance(caught.value.__cause__, MemoryError) and "no room" in str(caught.value)
+    assert deep.refs[0].expired()
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = threading.enumerate()
+    monkeypatch.setattr(threading.Thread, "start", no)
+    with pytest.raises(CapacityError, match="could not be started"), memory.HostPeak():
+        raise AssertionError("not reached")
+    assert threading.enumerate() == threads
+
+
+def test_an_interrupt_while_the_sampling_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs by then, and nobody would ever leave the block that ends it."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    threads = threading.enumerate()
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), memory.HostPeak():
+        raise AssertionError("not reached")
+    assert threading.enumerate() == threads
+
+
 # Counters
 
 
