@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "loader"
 _NOT_OURS = {"ValueError", "OSError", "AssertionError", "RuntimeError", "TypeError", "KeyError"}
-_NOT_OURS |= {"SystemExit", "NotImplementedError", "DescriptorError", "AttributeError"}
+_NOT_OURS |= {
+    "SystemExit",
+    "ArgumentTypeError",
+    "NotImplementedError",
+    "DescriptorError",
+    "AttributeError",
+}
 
 #: Places that no test can reach, each with its reason.
 UNREACHED: dict[str, str] = {}
