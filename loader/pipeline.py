@@ -280,7 +280,7 @@ class _Load:
         assert self.workspace is not None and self.crossovers is not None
         routes = layer.routes
         if self.plan.policy.policy.grouped_max_tokens == "measure":
-            routes = self.crossovers.settle(routes, layer.spec, banks.tensors)
+            routes = self.crossovers.settle(routes, banks.spec, banks.tensors)
             self.measured[layer.layer].routes = routes
         facts = LayerFacts(
             layer=layer.layer,

@@ -168,6 +168,54 @@ def test_nonfinite_scales_that_the_user_keeps(tmp_path: Path, dialect: str) -> N
     assert experts[0](x, torch.full_like(ids, 2), router).isnan().any()
 
 
+@pytest.mark.parametrize("layout", ["compact", "wide"])
+@pytest.mark.parametrize("dialect", ["N", "M"])
+@pytest.mark.parametrize("part", ["block", "global"])
+def test_what_the_user_keeps_is_kept_in_every_layout(
+    tmp_path: Path, way: str, dialect: str, part: str, layout: str
+) -> None:
+    """Kept once and listed once: the product with a NaN is no second fault of `wide`."""
+    checkpoint = small(tmp_path, dialect)
+    name = checkpoint.name(1, 2, "up", "weight_scale" if part == "block" else GLOBALS[dialect])
+
+    def edit(array: np.ndarray) -> None:
+        array.reshape(-1)[:1] = 0x7F if part == "block" else np.nan
+
+    edit_tensor(tmp_path, name, edit)
+    policy = loader.Policy(nonfinite="warn", layout=layout)
+    experts = loader.load(tmp_path, policy=policy)
+    (line,) = experts.report.nonfinite
+    assert name in line and "layer 1" in line and "experts 2" in line
+    found = experts[1].dequantize(2)["up"].isnan()
+    assert found[0, :16].all() if part == "block" else found.any()
+    assert not experts[1].dequantize(1)["up"].isnan().any()
+    refuse(
+        tmp_path,
+        loader.ConversionError,
+        plan=False,
+        settings={"policy": loader.Policy(layout=layout)},
+        cli=("--layout", layout),
+        tensor=name,
+    )
+
+
+@pytest.mark.parametrize("dialect", ["A", "P", "N", "M"])
+@pytest.mark.parametrize("codes", [False, True])
+def test_an_expert_of_nothing_but_zeros(tmp_path: Path, dialect: str, codes: bool) -> None:
+    """Zero scales, or zero codes as well, are legal: such an expert adds exactly nothing."""
+    checkpoint = small(tmp_path, dialect)
+    scales = "scales" if dialect == "A" else "weight_scale"
+    words = {"A": "qweight", "P": "weight_packed", "N": "weight_packed", "M": "weight"}[dialect]
+    for projection in NAMES:
+        for part in (scales, words) if codes else (scales,):
+            edit_tensor(tmp_path, checkpoint.name(1, 3, projection, part), np.zeros_like)
+    layer = loader.load(tmp_path)[1]
+    assert not any(weight.any() for weight in layer.dequantize(3).values())
+    x, ids, router = inputs(checkpoint, 9)
+    assert not layer(x, torch.full_like(ids, 3), router).any()
+    assert layer(x, torch.zeros_like(ids), router).any()
+
+
 # 4.3 Range
 
 
