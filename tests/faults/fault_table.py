@@ -51,6 +51,10 @@ def collect() -> list[Outcome]:
     return found
 
 
+def _words(ended: str) -> str:
+    return ended.replace("KeyboardInterrupt", "unwound")
+
+
 def table(found: list[Outcome]) -> str:
     """Kinds by state; each cell says how the loads of all ways ended, and how many of them."""
     lines = [f"| fault | {' | '.join(STATES)} |", "| --- |" + " --- |" * len(STATES)]
@@ -66,7 +70,7 @@ def table(found: list[Outcome]) -> str:
             cells.append(", ".join(f"{count} {end}" for end, count in ends.items()) or "-")
         anywhere = [one for one in own if one.state not in STATES]
         if anywhere:
-            cells[0] = "; ".join("LOST" if one.wrong else one.ended for one in anywhere)
+            cells[0] = "; ".join("LOST" if one.wrong else _words(one.ended) for one in anywhere)
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
