@@ -19,7 +19,8 @@ from loader.policy import ResolvedPolicy
 from loader.route import RouteRange, decide, fast_tokens
 from loader.shard import Shard
 
-_SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8}
+SCALE_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.uint8}
+"""Dtype of the scales on disk -> dtype of the plane that keeps them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +126,7 @@ def plan_layer(
 
     Raises :class:`loader.LoaderError` for a slice, layout or route that cannot be.
     """
+    assert source.layer is not None, "routed experts belong to a layer"
     offset, count = shard.slice_of(source.intermediate, source.group2, source.layer)
     part = Slice(expert_ids, offset, count)
     spec, reason = layer_spec(source, part, policy)
@@ -155,7 +157,7 @@ def layer_spec(
             group=group,
             phase=at,
             projections=projections,
-            scale_dtype=_SCALE_DTYPES[dtype],
+            scale_dtype=SCALE_DTYPES[dtype],
             global_sense=scheme.global_sense,
         )
 

@@ -20,6 +20,7 @@ from loader.core import CORE, WHY_NO_CORE
 from loader.errors import UnsupportedError
 from loader.host import HostRoutes
 from loader.reference import TEMPORARY_BYTES, convert, routes
+from loader.reference import linear as reference_linear
 from loader.reference.findings import FIELDS
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ _LIBRARY.define(
     "moe(Tensor(a!) out, Tensor(b!) scratch, Tensor x, Tensor topk_ids, Tensor topk_weights, "
     "Tensor expert_map, Tensor[] banks, int[] spec, int[] routes) -> ()"
 )
+_LIBRARY.define(
+    "linear(Tensor(a!) out, Tensor(b!) scratch, Tensor x, Tensor? bias, Tensor[] banks, "
+    "int[] spec, int[] routes) -> ()"
+)
 
 Write = Callable[
     [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, list[int]], torch.Tensor
@@ -54,7 +59,8 @@ class Implementation:
     banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
     staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
     ``threads`` buffers of ``buffer_bytes`` each. ``scratch_bytes(layers, tokens, top_k)`` is the
-    scratch that steps of up to so many tokens need.
+    scratch that steps of up to so many tokens need, ``linear_scratch_bytes(spec, tokens)`` that of
+    one linear. ``dequantize(out, bank, slot, tiles, banks, spec)`` gives weights fp32.
     """
 
     name: str
@@ -68,7 +74,10 @@ class Implementation:
     write: Write
     finish: Finish
     moe: Callable[..., None]
+    linear: Callable[..., None]
+    dequantize: Callable[..., None]
     scratch_bytes: Callable[[Sequence[LayerSpec], int, int], int]
+    linear_scratch_bytes: Callable[[list[int], int], int]
     read: Callable[..., torch.Tensor] | None = None
     threads: int = 1
     buffer_bytes: int = 0
@@ -91,7 +100,10 @@ REFERENCE = Implementation(
     write=convert.write,
     finish=convert.finish,
     moe=routes.moe,
+    linear=reference_linear.linear,
+    dequantize=reference_linear.dequantize,
     scratch_bytes=routes.scratch_bytes,
+    linear_scratch_bytes=reference_linear.linear_scratch_bytes,
 )
 
 _NATIVE_TEMPORARY_BYTES = 8 << 20
@@ -114,7 +126,10 @@ def _host() -> Implementation | None:
         write=CORE.write,
         finish=CORE.finish,
         moe=host.moe,
+        linear=host.linear,
+        dequantize=CORE.dequantize,
         scratch_bytes=host.scratch_bytes,
+        linear_scratch_bytes=host.linear_scratch_bytes,
         read=CORE.read,
         threads=CORE.threads,
         buffer_bytes=CORE.buffer_bytes,
@@ -220,7 +235,26 @@ def _moe(
         serve(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
 
 
-for _name, _kernel in (("write", _write), ("read", _read), ("finish", _finish), ("moe", _moe)):
+def _linear(
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    banks: Sequence[torch.Tensor],
+    spec: list[int],
+    routes: list[int],
+) -> None:
+    with torch.no_grad():
+        _SERVING["cpu"].linear(out, scratch, x, bias, banks, spec, routes)
+
+
+for _name, _kernel in (
+    ("write", _write),
+    ("read", _read),
+    ("finish", _finish),
+    ("moe", _moe),
+    ("linear", _linear),
+):
     _LIBRARY.impl(_name, _kernel, "CPU")
 
 
@@ -270,6 +304,19 @@ def _fake_moe(
     return None
 
 
+@torch.library.register_fake("qpn::linear", lib=_LIBRARY)
+def _fake_linear(
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    banks: Sequence[torch.Tensor],
+    spec: list[int],
+    routes: list[int],
+) -> None:
+    return None
+
+
 def _unknown_findings(like: torch.Tensor) -> torch.Tensor:
     count = torch.library.get_ctx().new_dynamic_size()
     return like.new_empty((count, len(FIELDS)), dtype=torch.int64)
@@ -279,3 +326,4 @@ write = torch.ops.qpn.write
 read = torch.ops.qpn.read
 finish = torch.ops.qpn.finish
 moe = torch.ops.qpn.moe
+linear = torch.ops.qpn.linear
