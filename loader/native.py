@@ -59,8 +59,9 @@ class Implementation:
     banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
     staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
     ``threads`` buffers of ``buffer_bytes`` each. ``scratch_bytes(layers, tokens, top_k)`` is the
-    scratch that steps of up to so many tokens need, ``linear_scratch_bytes(spec, tokens)`` that of
-    one linear. ``dequantize(out, bank, slot, tiles, banks, spec)`` gives weights fp32.
+    scratch that steps of up to so many tokens need. ``linear`` and ``linear_scratch_bytes(spec,
+    tokens)`` serve linears from banks, ``dequantize(out, bank, slot, tiles, banks, spec)`` gives
+    weights fp32; None where the code has none.
     """
 
     name: str
@@ -74,10 +75,10 @@ class Implementation:
     write: Write
     finish: Finish
     moe: Callable[..., None]
-    linear: Callable[..., None]
-    dequantize: Callable[..., None]
     scratch_bytes: Callable[[Sequence[LayerSpec], int, int], int]
-    linear_scratch_bytes: Callable[[list[int], int], int]
+    linear: Callable[..., None] | None = None
+    linear_scratch_bytes: Callable[[list[int], int], int] | None = None
+    dequantize: Callable[..., None] | None = None
     read: Callable[..., torch.Tensor] | None = None
     threads: int = 1
     buffer_bytes: int = 0
@@ -100,10 +101,10 @@ REFERENCE = Implementation(
     write=convert.write,
     finish=convert.finish,
     moe=routes.moe,
-    linear=reference_linear.linear,
-    dequantize=reference_linear.dequantize,
     scratch_bytes=routes.scratch_bytes,
+    linear=reference_linear.linear,
     linear_scratch_bytes=reference_linear.linear_scratch_bytes,
+    dequantize=reference_linear.dequantize,
 )
 
 _NATIVE_TEMPORARY_BYTES = 8 << 20
@@ -126,10 +127,10 @@ def _host() -> Implementation | None:
         write=CORE.write,
         finish=CORE.finish,
         moe=host.moe,
-        linear=host.linear,
-        dequantize=CORE.dequantize,
         scratch_bytes=host.scratch_bytes,
+        linear=host.linear,
         linear_scratch_bytes=host.linear_scratch_bytes,
+        dequantize=CORE.dequantize,
         read=CORE.read,
         threads=CORE.threads,
         buffer_bytes=CORE.buffer_bytes,
@@ -244,8 +245,15 @@ def _linear(
     spec: list[int],
     routes: list[int],
 ) -> None:
+    serve = _SERVING["cpu"].linear
+    if serve is None:
+        raise UnsupportedError(
+            "this implementation serves no linear from a bank",
+            expected="a linear that is dequantized",
+            found=_SERVING["cpu"].name,
+        )
     with torch.no_grad():
-        _SERVING["cpu"].linear(out, scratch, x, bias, banks, spec, routes)
+        serve(out, scratch, x, bias, banks, spec, routes)
 
 
 for _name, _kernel in (

@@ -135,9 +135,24 @@ def _load(
     began: float,
 ) -> LoadedExperts:
     plan = make_plan(open_checkpoint(source, families))
+    return load_plan(plan, observers, baseline, began, peers)
+
+
+def load_plan(
+    plan: Plan,
+    observers: Iterable[Observer],
+    baseline: memory.HostMemory,
+    began: float,
+    peers: Peers | None = None,
+) -> LoadedExperts:
+    """Do what a plan says; its checkpoint's source is open and stays the caller's.
+
+    ``baseline`` and ``began`` (``time.perf_counter``) are what the report counts from.
+    """
     plan.require_fit()
     if peers is not None:
         peers.agree(plan)
+    source = plan.checkpoint.source
     if isinstance(source, HubSource):
         # Only now: what configs and headers are enough to refuse costs no download.
         source.fetch(peers.beat if peers is not None else lambda: None)

@@ -1,7 +1,7 @@
-"""Weights of single modules, decoded from the formats' own descriptions: shares no code with loader.
+"""Weights of single modules, decoded from the formats' own descriptions: no code of the package.
 
-Every formula is that of the README in ``fixtures/checkpoints``; tests compare it with the tools' own
-``reference.safetensors`` first.
+Every formula is that of the README in ``fixtures/checkpoints``; tests compare it with the tools'
+own ``reference.safetensors`` first.
 """
 
 from __future__ import annotations

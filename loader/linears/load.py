@@ -16,8 +16,8 @@ from loader.chunks import build_chunks
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, cache_bytes, guarded
 from loader.errors import ConversionError
 from loader.linears.module import PreparedLinear
-from loader.linears.plan import BANK, LinearPlan
-from loader.native import Implementation
+from loader.linears.plan import BANK, RUN_BYTES, LinearPlan
+from loader.native import Implementation, implementation_for
 from loader.pieces import BUFFER_QUANTUM, minimum_staging, split_pieces
 from loader.plain import PIECE_BYTES, read_tensor
 from loader.plan import BUFFERS, DEFAULT_STAGING_BYTES
@@ -28,9 +28,22 @@ from loader.verdict import Judge
 _FP16_MOST = torch.finfo(torch.float16).max
 
 
+def _numbers_at_once(run: LinearPlan) -> int:
+    """fp32 weights of a run that are dequantized at a time: whole tiles, one at least."""
+    tile = TILE * run.k
+    return min(max(RUN_BYTES // 4 // tile, 1), run.bank.n_padded // TILE) * tile
+
+
+def _host() -> Implementation:
+    host = implementation_for(torch.device("cpu"))
+    assert host is not None and host.dequantize is not None, "the host always has the reference"
+    return host
+
+
 class LinearLoader:
     """Loads the linears of some plans on one card; a context that owns staging and reader.
 
+    ``staging_bytes``, ``conversion_bytes`` and ``scratch_bytes`` are known before it is entered.
     ``scratch`` fp32 is shared by all modules that :meth:`bank` makes; ``seconds``, ``bytes_read``
     and ``nonfinite`` (values that ``nonfinite="warn"`` kept) grow with each call.
     """
@@ -47,23 +60,31 @@ class LinearLoader:
         self._checkpoint = checkpoint
         self._device = device
         self._implementation = implementation
+        # What the card's code cannot dequantize is converted on the host, a run at a time.
+        on_card = implementation.dequantize is not None
+        self._run_device = device if on_card else torch.device("cpu")
+        self._run_code = implementation if on_card else _host()
         self._keep = policy.policy.nonfinite == "warn"
         self.seconds = 0.0
         self.bytes_read = 0
         self.nonfinite: list[str] = []
         wanted = tuple(plans)
         self._direct = implementation.reads_files and checkpoint.source.lends_descriptors
-        self._limit, buffers, each = self._ring(wanted, staging_bytes)
-        self.staging_bytes = buffers * each
+        self._limit, self._buffers, self._buffer_bytes = self._ring(wanted, staging_bytes)
+        self.staging_bytes = self._buffers * self._buffer_bytes
         self.conversion_bytes = self._conversion(wanted)
-        self.scratch_bytes = max((self._scratch_of(plan) for plan in wanted), default=0)
+        self.scratch_bytes = max((plan.scratch_bytes(implementation) for plan in wanted), default=0)
+
+    def __enter__(self) -> LinearLoader:
+        """Allocates scratch and staging; until then everything is a number."""
         with memory.allocating("the scratch of linears", self.scratch_bytes):
             # Zeroed so that its pages are there: what is counted as resident is resident.
             shape = (self.scratch_bytes // 4,)
-            self.scratch = memory.fresh(shape, torch.float32, device).zero_()
-        self._staging = Staging(buffers, each)
-        reads = DirectReads if self._direct else ReadAhead
-        self._reader = reads(checkpoint.source, checkpoint.catalog.files, self._staging)
+            self.scratch = memory.fresh(shape, torch.float32, self._device).zero_()
+        self._staging = Staging(self._buffers, self._buffer_bytes)
+        source, files = self._checkpoint.source, self._checkpoint.catalog.files
+        self._reader = (DirectReads if self._direct else ReadAhead)(source, files, self._staging)
+        return self
 
     def _ring(self, plans: tuple[LinearPlan, ...], staging_bytes: int) -> tuple[int, int, int]:
         """Most bytes of a chunk, number of read buffers, bytes of each."""
@@ -88,19 +109,17 @@ class LinearLoader:
         beside = (
             cache_bytes(plan.spec)
             + 3 * plan.pieces().nbytes
-            + (0 if plan.served == BANK else max(run.bank.nbytes() for run in plan.runs()))
+            + (0 if plan.served == BANK else max(self._run_bytes(run) for run in plan.runs()))
             for plan in plans
         )
         return max(beside, default=0) + self._implementation.temporary_bytes + PIECE_BYTES
 
-    def _scratch_of(self, plan: LinearPlan) -> int:
-        code, tokens = self._implementation, plan.fast_tokens
-        each = plan.runs() if plan.served != BANK else iter((plan,))
-        return max(code.linear_scratch_bytes(one.spec.to_ints(), tokens) for one in each)
+    def _run_bytes(self, run: LinearPlan) -> int:
+        return run.bank.nbytes() + 4 * _numbers_at_once(run)
 
     def bank(self, plan: LinearPlan, with_bias: bool = True) -> PreparedLinear:
         """The linear as a module that serves it from its bank; its bias joins the product."""
-        tensors = self._convert(plan)
+        tensors = self._convert(plan, self._device)
         row = plan.source.bias
         bias = None
         if row is not None and with_bias:
@@ -122,7 +141,7 @@ class LinearLoader:
                 out = memory.fresh((plan.n, plan.k), dtype, self._device)
         first_out, first_in = (plan.part.outs or (0, 0))[0], plan.part.offset
         for run in plan.runs():
-            tensors = self._convert(run)
+            tensors = self._convert(run, self._run_device)
             row, column = (run.part.outs or (0, 0))[0] - first_out, run.part.offset - first_in
             target = out[row : row + run.n, column : column + run.k]
             self._weights(run, tensors, target)
@@ -130,14 +149,17 @@ class LinearLoader:
 
     def _weights(self, run: LinearPlan, tensors: list[torch.Tensor], target: torch.Tensor) -> None:
         """Dequantize one run, some tiles at a time, into a view of the weight."""
+        dequantize = self._run_code.dequantize
+        assert dequantize is not None
         spec = run.spec.to_ints()
         tiles = run.bank.n_padded // TILE
-        each = max(self.scratch.numel() // (TILE * run.k), 1)
+        work = torch.empty(_numbers_at_once(run), dtype=torch.float32, device=self._run_device)
+        each = work.numel() // (TILE * run.k)
         for first in range(0, tiles, each):
             last = min(first + each, tiles)
             count = min(last * TILE, run.bank.n) - first * TILE
-            weights = self.scratch[: count * run.k].view(count, run.k)
-            self._implementation.dequantize(weights, 1, 0, (first, last), tensors, spec)
+            weights = work[: count * run.k].view(count, run.k)
+            dequantize(weights, 1, 0, (first, last), tensors, spec)
             weights = weights[: run.n - first * TILE]  # without the pad of an odd N
             if target.dtype == torch.float16 and weights.abs().max() > _FP16_MOST:
                 raise ConversionError(
@@ -154,13 +176,13 @@ class LinearLoader:
         self.bytes_read += int(catalog.end[row] - catalog.begin[row])
         return read_tensor(self._checkpoint.source, catalog, row, device=self._device)
 
-    def _convert(self, plan: LinearPlan) -> list[torch.Tensor]:
+    def _convert(self, plan: LinearPlan, device: torch.device) -> list[torch.Tensor]:
         """The bank tensors of one plan or run, read and converted."""
         started = time.perf_counter()
         source, catalog = plan.source.source, self._checkpoint.catalog
         with memory.allocating(f"the bank of {plan.name}", plan.bank.nbytes(), source.layer):
-            banks = LayerBanks.allocate(plan.spec, self._device, plan.zero_point)
-            cache = ConversionCache(plan.spec, self._device)
+            banks = LayerBanks.allocate(plan.spec, device, plan.zero_point)
+            cache = ConversionCache(plan.spec, device)
         if plan.bank.n != plan.n:
             for tensor in banks.tensors:
                 tensor.zero_()
@@ -195,9 +217,6 @@ class LinearLoader:
         self._reader.close()
         self._staging.close()
         memory.return_to_system()
-
-    def __enter__(self) -> LinearLoader:
-        return self
 
     def __exit__(
         self,

@@ -96,6 +96,12 @@ class LinearPlan:
             return self.bank.nbytes()
         return self.n * self.k * dtype.itemsize
 
+    def scratch_bytes(self, implementation: Implementation) -> int:
+        """fp32 scratch that serving the bank needs; 0 where the weight is dequantized."""
+        if self.served != BANK or implementation.linear_scratch_bytes is None:
+            return 0
+        return implementation.linear_scratch_bytes(self.spec.to_ints(), self.fast_tokens)
+
     def runs(self) -> Iterator[LinearPlan]:
         """The same linear in runs of source rows, each a bank small enough to be a temporary."""
         along_k = any(t.role is Role.CODES_KN for t in self.source.source.tables)
@@ -183,6 +189,8 @@ def _lacking(
     dtype: torch.dtype,
 ) -> str | None:
     """Why the linear cannot be served from a bank; None where it can."""
+    if implementation.linear is None:
+        return f"the {implementation.name} implementation serves no linear from a bank"
     if dtype not in implementation.dtypes:
         return f"the {implementation.name} implementation does not take {dtype} activations"
     if bank.n != (part.outs or (0, source.n))[1]:
