@@ -19,7 +19,8 @@ _BIAS = "bias"
 class PreparedLinear(BankedModule):
     """``y = x @ W.T + bias`` from a bank; stands where the model had a ``torch.nn.Linear``.
 
-    Buffers are the tensors of the bank (``loader/bank.py``) and ``bias`` in the checkpoint's dtype.
+    Buffers ``bank_*`` are the tensors of the bank (``loader/bank.py``), ``bias`` is in the
+    checkpoint's dtype.
     ``scratch`` fp32 is shared by the linears of one load; one forward at a time uses it.
     """
 
@@ -32,7 +33,8 @@ class PreparedLinear(BankedModule):
         bias: torch.Tensor | None,
         scratch: torch.Tensor,
     ) -> None:
-        names = [tensor.name for tensor in plan.bank.tensors()]
+        # Not `weight`: code that reads a weight directly must fail, not take words for numbers.
+        names = [f"bank_{tensor.name}" for tensor in plan.bank.tensors()]
         extra = [] if bias is None else [_BIAS]
         super().__init__([*names, *extra], [*tensors, *([] if bias is None else [bias])])
         self._count = len(names)

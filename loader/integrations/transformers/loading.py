@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -65,6 +66,7 @@ class ModelLoad:
         self._failed: list[Exception] = []
         self._dtype = torch.float32
         self._loader: LinearLoader | None = None
+        self._turn = threading.Lock()  # Transformers may ask from several threads
         self._experts: LoadedExperts | None = None
 
     def run(self, cls: Any, config: Any, dtype: torch.dtype) -> Any:
@@ -197,7 +199,8 @@ class ModelLoad:
         self, linear: LinearPlan, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         assert self._loader is not None
-        return self._loader.dequantize(linear, dtype).to(device)
+        with self._turn:
+            return self._loader.dequantize(linear, dtype).to(device)
 
     def _predict(self, plain_bytes: int) -> None:
         """Sizes from headers and the model on meta. Raises :class:`CapacityError`."""

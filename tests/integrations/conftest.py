@@ -1,0 +1,6 @@
+"""Helpers of these tests lie in this folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
