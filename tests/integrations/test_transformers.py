@@ -150,7 +150,7 @@ def test_every_tensor_of_the_checkpoint_is_accounted_for_once(case: Case) -> Non
 def test_modules_stand_where_the_model_had_its_own(case: Case) -> None:
     own = dict(case.twin.named_modules())
     prepared = dict(case.model.named_modules())
-    for path, module in own.items():
+    for path in own:
         if re.search(r"\.experts$", path):
             assert isinstance(prepared[path], PreparedExperts), path
             assert prepared[path].layer == int(re.search(r"layers\.(\d+)\.", path)[1])

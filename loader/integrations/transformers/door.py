@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from loader.checkpoint.model import CONFIG
 from loader.checkpoint.source import Source, open_source
 from loader.errors import UnsupportedError
 from loader.integrations.transformers.loading import ModelLoad
+from loader.integrations.transformers.report import ModelReport
 from loader.integrations.transformers.version import require_version
 from loader.lifecycle import Observer
-from loader.plan import DEFAULT_STAGING_BYTES, plan_checkpoint
+from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
 from loader.shard import Shard
 
@@ -59,35 +61,47 @@ def from_pretrained(
     framework = require_version()
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
+    # What an error would keep alive lives in the frames below this one, which are cleared.
     with memory.nothing_kept():
         opened = open_source(path_or_repo)
         try:
-            checkpoint = open_checkpoint(opened, families)
-            plan = plan_checkpoint(
-                checkpoint, Shard(), resolved, None, device, staging_bytes, card_memory
+            make_plan = partial(
+                plan_checkpoint,
+                shard=Shard(),
+                policy=resolved,
+                layers=None,
+                device=device,
+                staging_bytes=staging_bytes,
+                card_memory=card_memory,
             )
-            load = ModelLoad(plan, framework, staging_bytes, tuple(observers), began)
-            model = _load(load, checkpoint, dtype)
+            start = partial(ModelLoad, framework=framework, observers=tuple(observers), began=began)
+            model, report = _load(open_checkpoint(opened, families), make_plan, start, dtype)
         finally:
             if opened is not path_or_repo:
                 opened.close()
-    report = load.report(model)
     _LOG.info("%s", report.memory_line())
     return (model, report) if output_loading_info else model
 
 
-def _load(load: ModelLoad, checkpoint: Checkpoint, dtype: str | torch.dtype) -> Any:
+def _load(
+    checkpoint: Checkpoint,
+    make_plan: Callable[[Checkpoint], Plan],
+    start: Callable[[Plan], ModelLoad],
+    dtype: str | torch.dtype,
+) -> tuple[Any, ModelReport]:
     # Here, not above: Transformers is imported when a model is asked for, not before.
     from loader.integrations.transformers import hook
 
     source = checkpoint.source
     config = hook.config_of(load_json(source, CONFIG, allow_nonfinite=True))
     wanted = _dtype_of(config.dtype if dtype == "auto" else dtype)
+    load = start(make_plan(checkpoint))
     model = load.run(hook.class_of(config), config, wanted)
     if _GENERATION in source.list():
         hook.set_generation_config(model, load_json(source, _GENERATION, allow_nonfinite=True))
     model.config.name_or_path = model.name_or_path = source.name
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    return model, load.report(model)
 
 
 def _dtype_of(asked: object) -> torch.dtype:

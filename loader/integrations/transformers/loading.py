@@ -46,13 +46,11 @@ class ModelLoad:
         self,
         plan: Plan,
         framework: str,
-        staging_bytes: int,
         observers: Sequence[Observer],
         began: float,
     ) -> None:
         self.plan = plan
         self.framework = framework
-        self.staging_bytes = staging_bytes
         self.observers = observers
         self.began = began
         self.memory = ModelMemory()
@@ -128,7 +126,7 @@ class ModelLoad:
             plan.device,
             plan.implementation,
             plan.policy,
-            self.staging_bytes,
+            plan.staging_limit,
         )
         kept = hook.kept_in_fp32(model, self._dtype)
         self._predict(stored_bytes(model, frozenset(ties), kept))
