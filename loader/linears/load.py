@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from loader import memory
-from loader.bank import TILE
+from loader.bank import TILE, initialise, named
 from loader.checkpoint.folder import Checkpoint
 from loader.chunks import build_chunks
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, cache_bytes, guarded
@@ -184,8 +184,10 @@ class LinearLoader:
             banks = LayerBanks.allocate(plan.spec, device, plan.zero_point)
             cache = ConversionCache(plan.spec, device)
         if plan.bank.n != plan.n:
+            # No source writes the pad of an odd N, and the closing pass looks at every column.
             for tensor in banks.tensors:
                 tensor.zero_()
+            initialise(plan.bank, named(plan.bank, banks.tensors), plan.zero_point)
         judge = Judge(
             source,
             plan.part,
