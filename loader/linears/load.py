@@ -206,6 +206,7 @@ class LinearLoader:
             self.nonfinite += judge.after_finish(guarded(source.layer, converter.finish))
         finally:
             cache.discard()
+        memory.merge_pages(banks.tensors)
         self.seconds += time.perf_counter() - started
         return banks.tensors
 
