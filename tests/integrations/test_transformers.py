@@ -33,6 +33,9 @@ NOT_LOADED = {"qwen3moe-modelopt-int4-awq"}  # scales activations: refused by na
 CHECKPOINTS = sorted(p.name for p in FIXTURES.iterdir() if p.is_dir() and p.name not in NOT_LOADED)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 PROMPTS = torch.randint(3, 250, (2, 12), generator=torch.Generator().manual_seed(5))
+RUNS = {"legacy": PROMPTS, "qpn_grouped": PROMPTS[:1, :5], "qpn_m1": PROMPTS[:1, 3:4]}
+"""Prompts by the route that serves so many tokens."""
+
 SPELLINGS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -46,15 +49,22 @@ class Case:
         self.model, self.report = from_pretrained(
             self.folder, dtype="float32", output_loading_info=True
         )
+        self.expected = {name: self.logits(self.twin, prompts) for name, prompts in RUNS.items()}
+
+    @staticmethod
+    def logits(model: Any, prompts: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.expected = self.twin(PROMPTS).logits.double()
+            found: torch.Tensor = model(prompts).logits.double()
+        return found
 
-    def distance(self, logits: torch.Tensor) -> float:
-        return float((logits.double() - self.expected).norm() / self.expected.norm())
+    def distance(self, model: Any, run: str = "legacy") -> float:
+        expected = self.expected[run]
+        return float((self.logits(model, RUNS[run]) - expected).norm() / expected.norm())
 
-    def usual_distance(self, logits: torch.Tensor) -> float:
+    def usual_distance(self, model: Any, run: str = "legacy") -> float:
         """The median over tokens: a router at a tie may choose otherwise for one of them."""
-        apart = (logits.double() - self.expected).norm(dim=-1) / self.expected.norm(dim=-1)
+        expected = self.expected[run]
+        apart = (self.logits(model, RUNS[run]) - expected).norm(dim=-1) / expected.norm(dim=-1)
         return float(apart.median())
 
 
@@ -63,7 +73,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def propagated(case: Case, tolerance: float, distance: Callable[[torch.Tensor], float]) -> float:
+def propagated(
+    case: Case, tolerance: float, distance: Callable[[Any, str], float], run: str = "legacy"
+) -> float:
     """How far the twin's logits move when every prepared module errs by ``tolerance``."""
     quantized = {
         path
@@ -82,8 +94,7 @@ def propagated(case: Case, tolerance: float, distance: Callable[[torch.Tensor], 
             return output + noise * (tolerance * output.norm() / noise.norm())
 
         hooks = [case.twin.get_submodule(p).register_forward_hook(err) for p in sorted(quantized)]
-        with torch.no_grad():
-            furthest = max(furthest, distance(case.twin(PROMPTS).logits))
+        furthest = max(furthest, distance(case.twin, run))
         for hook in hooks:
             hook.remove()
     return furthest
@@ -102,10 +113,10 @@ def test_the_decoded_weights_are_those_of_the_tools(case: Case) -> None:
         assert torch.equal(ours[name], weight), name
 
 
-def test_logits_are_within_the_propagated_tolerance(case: Case) -> None:
-    with torch.no_grad():
-        distance = case.distance(case.model(PROMPTS).logits)
-    bound = propagated(case, TOLERANCES[torch.float32], case.distance)
+@pytest.mark.parametrize("run", RUNS)
+def test_logits_are_within_the_propagated_tolerance(case: Case, run: str) -> None:
+    distance = case.distance(case.model, run)
+    bound = propagated(case, TOLERANCES[torch.float32], case.distance, run)
     assert distance <= bound < 1e-4, (distance, bound)
 
 
@@ -115,8 +126,7 @@ def test_logits_in_16_bits_are_within_the_propagated_tolerance(
 ) -> None:
     model = from_pretrained(case.folder, dtype=dtype)
     assert model.dtype == dtype
-    with torch.no_grad():
-        distance = case.usual_distance(model(PROMPTS).logits)
+    distance = case.usual_distance(model)
     assert distance <= propagated(case, TOLERANCES[dtype], case.usual_distance)
 
 
@@ -202,8 +212,9 @@ def test_the_whole_model_compiles_in_one_graph(whole: Case) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(whole.model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        logits = compiled(PROMPTS, use_cache=False).logits
-    assert whole.distance(logits) < 1e-5
+        logits = compiled(PROMPTS, use_cache=False).logits.double()
+        expected = whole.model(PROMPTS, use_cache=False).logits.double()
+    assert (logits - expected).norm() < 1e-6 * expected.norm()
 
 
 def test_experts_run_under_the_default_compiler(whole: Case) -> None:
