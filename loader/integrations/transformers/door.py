@@ -14,9 +14,10 @@ import torch
 from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
+from loader.checkpoint.hub import locate
 from loader.checkpoint.index import load_json
 from loader.checkpoint.model import CONFIG
-from loader.checkpoint.source import Source, open_source
+from loader.checkpoint.source import Source
 from loader.errors import UnsupportedError
 from loader.integrations.transformers.loading import ModelLoad
 from loader.integrations.transformers.report import ModelReport
@@ -46,6 +47,7 @@ def from_pretrained(
     card_memory: int | None = None,
     family: Family | None = None,
     output_loading_info: bool = False,
+    revision: str | None = None,
 ) -> Any:
     """A Transformers model of a 4-bit MoE checkpoint, ready to ``generate``.
 
@@ -54,8 +56,9 @@ def from_pretrained(
     Transformers. No quantizer package is needed and no code of the checkpoint is run.
 
     ``dtype``: of activations and plain weights; ``auto`` is the config's. The other arguments are
-    those of :func:`loader.load`. With ``output_loading_info`` the result is the model and its
-    :class:`ModelReport`. Raises a :class:`loader.LoaderError`; nothing stays allocated then.
+    those of :func:`loader.load`; a repo id of the Hub may have a ``revision``. With
+    ``output_loading_info`` the result is the model and its :class:`ModelReport`. Raises a
+    :class:`loader.LoaderError`; nothing stays allocated then.
     """
     began = time.perf_counter()
     framework = require_version()
@@ -63,7 +66,7 @@ def from_pretrained(
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.
     with memory.nothing_kept():
-        opened = open_source(path_or_repo)
+        opened = locate(path_or_repo, revision)
         try:
             make_plan = partial(
                 plan_checkpoint,

@@ -15,6 +15,7 @@ import torch
 
 from loader import memory
 from loader.checkpoint.catalog import NOT_INDEXED
+from loader.checkpoint.hub import HubSource
 from loader.checkpoint.linears import find_linears
 from loader.errors import CapacityError, CheckpointError, LoaderError
 from loader.experts import LoadedExperts
@@ -130,6 +131,9 @@ class ModelLoad:
         )
         kept = hook.kept_in_fp32(model, self._dtype)
         self._predict(stored_bytes(model, frozenset(ties), kept))
+        if isinstance(checkpoint.source, HubSource):
+            # Only now: what configs and headers are enough to refuse costs no download.
+            checkpoint.source.fetch()
         self.memory.baseline = memory.host_memory().anonymous
         self._stack.enter_context(self.peak)
         self._stack.enter_context(self._loader)
