@@ -46,7 +46,7 @@ sanitize: setup
 	CFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext \
 		--build-lib build/sanitize --build-temp build/sanitize/objects
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=build/sanitize $(BIN)/pytest -n auto tests/test_core.py tests/test_host.py \
+		PYTHONPATH=build/sanitize $(BIN)/pytest -n auto tests/test_core.py tests/test_host.py tests/reference/test_linear.py \
 		-k "not allocates"
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitize $(BIN)/python tests/fuzz/fuzz_run.py --files 0 --checkpoints 1000

@@ -36,7 +36,7 @@ ROWS_PER_WORD = 8
 NIBBLE_OF_ROW = (0, 4, 1, 5, 2, 6, 3, 7)
 """Code j of a word sits at bits ``4 p .. 4 p + 3`` with ``p = NIBBLE_OF_ROW[j]``."""
 
-KINDS = ("int4", "e2m1", "plain")
+KINDS = ("int4", "e2m1", "plain", "absent")
 LAYOUTS = ("compact", "record", "wide", "plain")
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.uint8)
 GLOBAL_SENSES = ("none", "multiplier", "divisor")
@@ -167,10 +167,15 @@ _TENSORS: Mapping[tuple[str, str], Callable[[BankSpec], tuple[TensorSpec, ...]]]
     ("e2m1", "wide"): lambda s: (_weight(s), _plane(s, "metadata", torch.float16)),
     # the checkpoint's e4m3 byte, and its fp32 globals as they stand
     ("e2m1", "compact"): lambda s: (_weight(s), _plane(s, "scales", torch.uint8), _globals(s)),
+    ("absent", "plain"): lambda s: (),
     ("plain", "plain"): lambda s: (
         TensorSpec("weight", (s.experts, s.n, s.k), s.scale_dtype, "unquantized"),
     ),
 }
+
+
+ABSENT = BankSpec("absent", "plain", 1, 1, 1, 1, 0, 1, torch.float16)
+"""No bank: W13 of a linear outside the experts, which is W2 of a layer of one expert."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,7 @@ class LayerSpec:
     @property
     def checks_fp16(self) -> bool:
         """True where every scale must be held by fp16 (DESIGN sections 4 and 5)."""
-        return self.w13.layout in ("wide", "record") or self.awq_rounding == "fused_bias"
+        return self.w2.layout in ("wide", "record") or self.awq_rounding == "fused_bias"
 
     def nbytes(self, category: str | None = None) -> int:
         """Bytes of both banks, or of one accounting category of them."""
@@ -321,7 +326,7 @@ def initialise(spec: BankSpec, tensors: Mapping[str, torch.Tensor], zero_point: 
     ``tensors`` are fresh (their bytes are undefined); ``zero_point`` is the symmetric one where the
     checkpoint stores none, else None.
     """
-    if spec.kind == "plain":
+    if spec.kind in ("plain", "absent"):
         return
     weight = tensors["weight"]
     weight[:, spec.n // TILE :, :, spec.n % TILE :] = 0

@@ -22,8 +22,8 @@ CACHE_GLOBALS = 3
 
 def cache_bytes(spec: LayerSpec) -> int:
     """Bytes of the conversion cache of one layer: globals wait only for NVFP4 ``wide``."""
-    waits = spec.w13.kind == "e2m1" and spec.w13.layout == "wide"
-    return spec.w13.experts * CACHE_GLOBALS * 4 if waits else 0
+    waits = spec.w2.kind == "e2m1" and spec.w2.layout == "wide"
+    return spec.w2.experts * CACHE_GLOBALS * 4 if waits else 0
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class LayerConverter:
 _Result = TypeVar("_Result")
 
 
-def guarded(layer: int, call: Callable[[], _Result]) -> _Result:
+def guarded(layer: int | None, call: Callable[[], _Result]) -> _Result:
     """Run a converter call; what is no error of this library becomes one, with its cause."""
     try:
         return call()

@@ -17,6 +17,7 @@ import torch
 
 from loader.errors import CapacityError, CheckpointError
 from loader.reference.findings import FIELDS
+from loader.structs import FLOATS, Error, Linear, Moe
 
 _LIBRARY = "_core"
 _LAYER_NUMBERS = 21
@@ -34,41 +35,6 @@ class DescriptorError(ValueError):
 
 class ReadError(CheckpointError):
     """A read that failed or came up short, inside a native call."""
-
-
-class _Error(ctypes.Structure):
-    _fields_ = [
-        ("subject", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("wanted", ctypes.c_int64),
-        ("got", ctypes.c_int64),
-        ("error", ctypes.c_int64),
-        ("what", ctypes.c_char * 128),
-    ]
-
-
-class _Moe(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "tokens",
-                "top_k",
-                "experts",
-                "dtype",
-                "weight_dtype",
-                "ids_are_64",
-                "scratch_bytes",
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("x", "ids", "weights", "expert_map", "out", "scratch")
-        ),
-    ]
-
-
-_FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
 
 class _Layer:
@@ -95,6 +61,7 @@ class Core:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         self._library.qpn_moe_scratch.restype = ctypes.c_int64
+        self._library.qpn_linear_scratch.restype = ctypes.c_int64
         self._library.qpn_isa_name.restype = ctypes.c_char_p
         self.best_isa = int(self._library.qpn_isa())
         self.isa = self.best_isa
@@ -159,7 +126,7 @@ class Core:
         each = 0 if buffers is None else buffers.shape[1]
         layer = _Layer(spec, banks)
 
-        def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
+        def call(findings: torch.Tensor, found: ctypes.c_int64, error: Error) -> int:
             return int(
                 self._library.qpn_write(
                     memory,
@@ -189,7 +156,7 @@ class Core:
         """``qpn::finish``; see ``loader/reference/convert.py`` for the contract."""
         layer = _Layer(spec, banks)
 
-        def call(findings: torch.Tensor, found: ctypes.c_int64, error: _Error) -> int:
+        def call(findings: torch.Tensor, found: ctypes.c_int64, error: Error) -> int:
             return int(
                 self._library.qpn_finish(
                     *layer.arguments(),
@@ -221,12 +188,12 @@ class Core:
         ``x``, ``out``, ``topk_ids`` and ``topk_weights`` are contiguous. Raises ``ValueError``
         where ``scratch`` is smaller than :meth:`moe_scratch_bytes`.
         """
-        step = _Moe(
+        step = Moe(
             x.shape[0],
             topk_ids.shape[1],
             expert_map.numel(),
-            _FLOATS[x.dtype],
-            _FLOATS[topk_weights.dtype],
+            FLOATS[x.dtype],
+            FLOATS[topk_weights.dtype],
             int(topk_ids.dtype == torch.int64),
             scratch.nbytes,
             x.data_ptr(),
@@ -236,9 +203,19 @@ class Core:
             out.data_ptr(),
             scratch.data_ptr(),
         )
-        layer, error = _Layer(spec, banks), _Error()
-        code = self._library.qpn_moe(
-            ctypes.byref(step),
+        self._run(self._library.qpn_moe, (ctypes.byref(step),), banks, spec)
+
+    def _run(
+        self,
+        function: Callable[..., int],
+        arguments: tuple[object, ...],
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """A call that reads banks; what it refuses is a ``ValueError``."""
+        layer, error = _Layer(spec, banks), Error()
+        code = function(
+            *arguments,
             *layer.arguments(),
             ctypes.c_int(self.isa),
             ctypes.c_int(self.threads),
@@ -253,6 +230,37 @@ class Core:
             self._library.qpn_moe_scratch(numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k))
         )
 
+    def linear(
+        self,
+        out: torch.Tensor,
+        scratch: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """One linear straight from its bank; see ``loader/reference/linear.py`` for the contract.
+
+        ``x``, ``out`` and ``bias`` are contiguous. Raises ``ValueError`` where ``scratch`` is
+        smaller than :meth:`linear_scratch_bytes`.
+        """
+        step = Linear(
+            x.shape[0],
+            FLOATS[x.dtype],
+            0 if bias is None else FLOATS[bias.dtype],
+            scratch.nbytes,
+            x.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+        )
+        self._run(self._library.qpn_linear, (ctypes.byref(step),), banks, spec)
+
+    def linear_scratch_bytes(self, spec: list[int], tokens: int) -> int:
+        """Scratch that :meth:`linear` needs for so many tokens."""
+        numbers = (ctypes.c_int64 * _LAYER_NUMBERS)(*spec)
+        return int(self._library.qpn_linear_scratch(numbers, ctypes.c_int64(tokens)))
+
     def dequantize(
         self,
         out: torch.Tensor,
@@ -263,30 +271,25 @@ class Core:
         spec: list[int],
     ) -> None:
         """Weights of tiles [first, last) of one expert into ``out`` fp32 (columns, K)."""
-        layer, error = _Layer(spec, banks), _Error()
-        code = self._library.qpn_dequantize(
+        where = (
             ctypes.c_int(bank),
             ctypes.c_int64(slot),
             ctypes.c_int64(tiles[0]),
             ctypes.c_int64(tiles[1]),
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int64(out.numel()),
-            *layer.arguments(),
-            ctypes.c_int(self.isa),
-            ctypes.c_int(self.threads),
-            ctypes.byref(error),
         )
-        _require_done(code, error)
+        self._run(self._library.qpn_dequantize, where, banks, spec)
 
 
-_Call = Callable[[torch.Tensor, ctypes.c_int64, _Error], int]
+_Call = Callable[[torch.Tensor, ctypes.c_int64, Error], int]
 _REFUSED, _FAILED_READ, _NO_MEMORY = 1, 2, 3
 
 
 def _checked(call: _Call, room: int) -> torch.Tensor:
     """Run a native call; its findings, or the error it names."""
     findings = torch.empty((room, len(FIELDS)), dtype=torch.int64, device="cpu")
-    found, error = ctypes.c_int64(0), _Error()
+    found, error = ctypes.c_int64(0), Error()
     code = call(findings, found, error)
     what = error.what.decode()
     if code == _FAILED_READ:
@@ -302,7 +305,7 @@ def _checked(call: _Call, room: int) -> torch.Tensor:
     return findings[: found.value].clone()
 
 
-def _require_done(code: int, error: _Error) -> None:
+def _require_done(code: int, error: Error) -> None:
     """Raise what a call returned: CapacityError where memory ran out, else ValueError."""
     if code == _NO_MEMORY:
         raise CapacityError(error.what.decode())

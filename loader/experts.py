@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,14 @@ import torch
 
 from loader import native
 from loader.bank import LayerSpec, split_banks
-from loader.errors import LifecycleError, LoaderError
+from loader.banked import BankedModule
+from loader.errors import LoaderError
 from loader.policy import ResolvedPolicy
 from loader.reference.weights import Columns, dequantize
 from loader.report import LoadReport
 from loader.route import RouteRange, limits
 from loader.shard import Shard
 from loader.workspace import Workspace
-
-_BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -35,40 +34,29 @@ class LayerFacts:
     routes: tuple[RouteRange, ...]
 
 
-class PreparedExperts(torch.nn.Module):
+class PreparedExperts(BankedModule):
     """The routed experts of one MoE layer on one card, ready to run from their banks.
 
     Buffers ``w13_*`` and ``w2_*`` are the tensors of the two banks (``loader/bank.py``). Format,
     layout, phase and sizes travel in the extra state.
     """
 
+    what = "prepared experts"
+
     def __init__(
         self, facts: LayerFacts, tensors: list[torch.Tensor], workspace: Workspace
     ) -> None:
-        super().__init__()
-        self._facts = facts
-        self._workspace = workspace
-        self._spec_ints = facts.spec.to_ints()
-        self._route_limits = limits(facts.routes)
-        self._slots = {expert: slot for slot, expert in enumerate(facts.expert_ids)}
         names = [
             f"{bank}_{tensor.name}"
             for bank, spec in zip(("w13", "w2"), facts.spec.banks, strict=True)
             for tensor in spec.tensors()
         ]
-        for name, tensor in zip(names, tensors, strict=True):
-            self.register_buffer(name, tensor)
-        self._bank_names = tuple(names)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FROZEN:
-            raise LifecycleError(
-                f"{name} was decided when the layer was loaded and does not change",
-                layer=self.layer,
-                expected="another load with other settings",
-                found=f"an assignment to {name}",
-            )
-        super().__setattr__(name, value)
+        super().__init__(names, tensors)
+        self._facts = facts
+        self._workspace = workspace
+        self._spec_ints = facts.spec.to_ints()
+        self._route_limits = limits(facts.routes)
+        self._slots = {expert: slot for slot, expert in enumerate(facts.expert_ids)}
 
     @property
     def layer(self) -> int:
@@ -130,11 +118,6 @@ class PreparedExperts(torch.nn.Module):
         """The workspace shared by the layers of one load."""
         return self._workspace
 
-    def banks(self) -> list[torch.Tensor]:
-        """Tensors of W13 then W2, in the order that operators take them."""
-        buffers = self._buffers
-        return [tensor for name in self._bank_names if (tensor := buffers[name]) is not None]
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -169,37 +152,38 @@ class PreparedExperts(torch.nn.Module):
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         device = self._workspace.scratch.device
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
-            self._refuse("hidden_states", f"(T, {self.hidden_size})", tuple(x.shape))
+            self.refuse("hidden_states", f"(T, {self.hidden_size})", tuple(x.shape))
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            self._refuse("hidden_states", "float16, bfloat16 or float32", x.dtype)
+            self.refuse("hidden_states", "float16, bfloat16 or float32", x.dtype)
         if ids.dim() != 2 or ids.shape[0] != x.shape[0]:
-            self._refuse("topk_ids", f"({x.shape[0]}, k)", tuple(ids.shape))
+            self.refuse("topk_ids", f"({x.shape[0]}, k)", tuple(ids.shape))
         if ids.dtype not in (torch.int32, torch.int64):
-            self._refuse("topk_ids", "int32 or int64", ids.dtype)
+            self.refuse("topk_ids", "int32 or int64", ids.dtype)
         if weights.shape != ids.shape:
-            self._refuse("topk_weights", tuple(ids.shape), tuple(weights.shape))
+            self.refuse("topk_weights", tuple(ids.shape), tuple(weights.shape))
         if not weights.dtype.is_floating_point:
-            self._refuse("topk_weights", "a floating dtype", weights.dtype)
+            self.refuse("topk_weights", "a floating dtype", weights.dtype)
         for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
             if tensor.device != device:
-                self._refuse(name, f"device {device}", tensor.device)
+                self.refuse(name, f"device {device}", tensor.device)
 
     def _check_out(self, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         x = inputs[0]
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
-            self._refuse(
+            self.refuse(
                 "out",
                 f"{tuple(x.shape)} {x.dtype} on {x.device}",
                 f"{tuple(out.shape)} {out.dtype} on {out.device}",
             )
         if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
-            self._refuse("out", "a place for every number", f"strides {out.stride()}")
+            self.refuse("out", "a place for every number", f"strides {out.stride()}")
         if torch.compiler.is_compiling():
             return
         if any(_overlap(out, tensor) for tensor in inputs):
-            self._refuse("out", "memory apart from the inputs", "an overlap")
+            self.refuse("out", "memory apart from the inputs", "an overlap")
 
-    def _refuse(self, name: str, expected: object, found: object) -> None:
+    def refuse(self, name: str, expected: object, found: object) -> None:
+        """Raise the error that says what does not match the layer."""
         raise LoaderError(
             f"{name} does not match the layer", layer=self.layer, expected=expected, found=found
         )
@@ -243,72 +227,6 @@ class PreparedExperts(torch.nn.Module):
             "expert_ids": list(self.expert_ids),
             "experts": self._facts.experts,
         }
-
-    def set_extra_state(self, state: Any) -> None:
-        """Accepts only a state that agrees with this layer; see ``load_state_dict``."""
-        if state != self.get_extra_state():
-            self._refuse("extra state", self.get_extra_state(), state)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """All or nothing: every bank is checked before the first is copied; addresses stay."""
-        faults = []
-        key = prefix + "_extra_state"
-        if state_dict.get(key) != self.get_extra_state():
-            faults.append(f"{key}: expected {self.get_extra_state()}, found {state_dict.get(key)}")
-        incoming = {name: state_dict.get(prefix + name) for name in self._bank_names}
-        for name, own in zip(self._bank_names, self.banks(), strict=True):
-            new = incoming[name]
-            if not isinstance(new, torch.Tensor):
-                faults.append(f"{prefix}{name}: missing")
-            elif new.shape != own.shape or new.dtype != own.dtype:
-                faults.append(
-                    f"{prefix}{name}: expected {tuple(own.shape)} {own.dtype}, "
-                    f"found {tuple(new.shape)} {new.dtype}"
-                )
-            elif new.is_meta or new.layout != torch.strided:
-                faults.append(f"{prefix}{name}: expected values, found {new.layout} {new.device}")
-        if local_metadata.get("assign_to_params_buffers"):
-            faults.append(f"{prefix}: assign=True would move the banks")
-        known = {prefix + name for name in (*self._bank_names, "_extra_state")}
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
-        if faults:
-            error_msgs.append("prepared experts refuse the state: " + "; ".join(faults))
-            return
-        with torch.no_grad():
-            for name, own in zip(self._bank_names, self.banks(), strict=True):
-                own.copy_(incoming[name])  # type: ignore[arg-type]
-
-    def _apply(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> PreparedExperts:
-        """Banks are bits, not numbers, and stay where they are, in the order that kernels read.
-
-        Dtype casts, memory formats and copies pass them by; device moves raise.
-        """
-        for own in self.banks():
-            moved = fn(own.view(_BIT_TYPES[own.dtype.itemsize]))
-            if moved.device != own.device:
-                raise LifecycleError(
-                    "prepared experts do not move between devices",
-                    layer=self.layer,
-                    expected=f"another load with device={str(moved.device)!r}",
-                    found=f"banks on {own.device}",
-                )
-        return self
-
-
-_FROZEN = frozenset(
-    name for name, value in vars(PreparedExperts).items() if isinstance(value, property)
-)
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -11,11 +11,12 @@ import torch
 
 from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints
 from loader.core import Core
+from loader.reference import linear as reference_linear
 from loader.reference import routes as reference
 
 
 class HostRoutes:
-    """The ``moe`` operator on the host, by one core."""
+    """The ``moe`` and ``linear`` operators on the host, by one core."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -82,6 +83,35 @@ class HostRoutes:
             return y
 
         return product
+
+    def linear(
+        self,
+        out: torch.Tensor,
+        scratch: torch.Tensor,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+        routes: list[int],
+    ) -> None:
+        """One linear; see ``loader/reference/linear.py`` for the contract."""
+        tokens = x.shape[0]
+        if not tokens:
+            return
+        if not (tokens <= routes[0] or 2 <= tokens <= routes[1]):
+            product = self._legacy(scratch, banks, spec)
+            reference_linear.multiply(out, x, bias, banks, spec, product)
+            return
+        target = out if out.is_contiguous() else torch.empty_like(out)
+        bias = None if bias is None else bias.contiguous()
+        self._core.linear(target, scratch, x.contiguous(), bias, banks, spec)
+        if target is not out:
+            out.copy_(target)
+
+    def linear_scratch_bytes(self, spec: list[int], tokens: int) -> int:
+        """Scratch that a linear needs for steps of up to ``tokens`` tokens, and for ``legacy``."""
+        least = reference_linear.linear_scratch_bytes(spec, tokens)
+        return max(least, self._core.linear_scratch_bytes(spec, tokens))
 
     def scratch_bytes(self, layers: Sequence[LayerSpec], tokens: int, top_k: int) -> int:
         """Scratch that steps of up to ``tokens`` tokens, and ``legacy``, need."""

@@ -19,12 +19,13 @@ from loader.policy import ResolvedPolicy
 from loader.route import RouteRange, decide, fast_tokens
 from loader.shard import Shard
 
-_SCALE_DTYPES = {
+SCALE_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float16,  # until a value is found that only bf16 holds: see scale_planes.py
     "F8_E4M3": torch.uint8,
 }
+"""Dtype of the scales on disk -> dtype of the plane that keeps them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +133,7 @@ def plan_layer(
 
     Raises :class:`loader.LoaderError` for a slice, layout or route that cannot be.
     """
+    assert source.layer is not None, "routed experts belong to a layer"
     offset, count = shard.slice_of(source.intermediate, source.group2, source.layer)
     require_scales(source, implementation)
     part = Slice(expert_ids, offset, count)
@@ -182,7 +184,7 @@ def layer_spec(
             group=group,
             phase=at,
             projections=projections,
-            scale_dtype=_SCALE_DTYPES[dtype],
+            scale_dtype=SCALE_DTYPES[dtype],
             global_sense=scheme.global_sense,
         )
 

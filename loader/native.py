@@ -20,6 +20,7 @@ from loader.core import CORE, WHY_NO_CORE
 from loader.errors import UnsupportedError
 from loader.host import HostRoutes
 from loader.reference import TEMPORARY_BYTES, convert, routes
+from loader.reference import linear as reference_linear
 from loader.reference.findings import FIELDS
 
 _LOG = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ _LIBRARY.define(
     "moe(Tensor(a!) out, Tensor(b!) scratch, Tensor x, Tensor topk_ids, Tensor topk_weights, "
     "Tensor expert_map, Tensor[] banks, int[] spec, int[] routes) -> ()"
 )
+_LIBRARY.define(
+    "linear(Tensor(a!) out, Tensor(b!) scratch, Tensor x, Tensor? bias, Tensor[] banks, "
+    "int[] spec, int[] routes) -> ()"
+)
 
 Write = Callable[
     [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, list[int]], torch.Tensor
@@ -55,7 +60,9 @@ class Implementation:
     staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
     ``threads`` buffers of ``buffer_bytes`` each. ``fp32_scales`` says that it converts int4 scales
     of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)``
-    is the scratch that steps of up to so many tokens need.
+    is the scratch that steps of up to so many tokens need. ``linear`` and
+    ``linear_scratch_bytes(spec, tokens)`` serve linears from banks, ``dequantize(out, bank, slot, tiles, banks, spec)`` gives
+    weights fp32; None where the code has none.
     """
 
     name: str
@@ -70,6 +77,9 @@ class Implementation:
     finish: Finish
     moe: Callable[..., None]
     scratch_bytes: Callable[[Sequence[LayerSpec], int, int], int]
+    linear: Callable[..., None] | None = None
+    linear_scratch_bytes: Callable[[list[int], int], int] | None = None
+    dequantize: Callable[..., None] | None = None
     read: Callable[..., torch.Tensor] | None = None
     threads: int = 1
     buffer_bytes: int = 0
@@ -95,6 +105,9 @@ REFERENCE = Implementation(
     moe=routes.moe,
     scratch_bytes=routes.scratch_bytes,
     fp32_scales=True,
+    linear=reference_linear.linear,
+    linear_scratch_bytes=reference_linear.linear_scratch_bytes,
+    dequantize=reference_linear.dequantize,
 )
 
 _NATIVE_TEMPORARY_BYTES = 8 << 20
@@ -118,6 +131,9 @@ def _host() -> Implementation | None:
         finish=CORE.finish,
         moe=host.moe,
         scratch_bytes=host.scratch_bytes,
+        linear=host.linear,
+        linear_scratch_bytes=host.linear_scratch_bytes,
+        dequantize=CORE.dequantize,
         read=CORE.read,
         threads=CORE.threads,
         buffer_bytes=CORE.buffer_bytes,
@@ -224,7 +240,33 @@ def _moe(
         serve(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
 
 
-for _name, _kernel in (("write", _write), ("read", _read), ("finish", _finish), ("moe", _moe)):
+def _linear(
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    banks: Sequence[torch.Tensor],
+    spec: list[int],
+    routes: list[int],
+) -> None:
+    serve = _SERVING["cpu"].linear
+    if serve is None:
+        raise UnsupportedError(
+            "this implementation serves no linear from a bank",
+            expected="a linear that is dequantized",
+            found=_SERVING["cpu"].name,
+        )
+    with torch.no_grad():
+        serve(out, scratch, x, bias, banks, spec, routes)
+
+
+for _name, _kernel in (
+    ("write", _write),
+    ("read", _read),
+    ("finish", _finish),
+    ("moe", _moe),
+    ("linear", _linear),
+):
     _LIBRARY.impl(_name, _kernel, "CPU")
 
 
@@ -274,6 +316,19 @@ def _fake_moe(
     return None
 
 
+@torch.library.register_fake("qpn::linear", lib=_LIBRARY)
+def _fake_linear(
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    banks: Sequence[torch.Tensor],
+    spec: list[int],
+    routes: list[int],
+) -> None:
+    return None
+
+
 def _unknown_findings(like: torch.Tensor) -> torch.Tensor:
     count = torch.library.get_ctx().new_dynamic_size()
     return like.new_empty((count, len(FIELDS)), dtype=torch.int64)
@@ -283,3 +338,4 @@ write = torch.ops.qpn.write
 read = torch.ops.qpn.read
 finish = torch.ops.qpn.finish
 moe = torch.ops.qpn.moe
+linear = torch.ops.qpn.linear

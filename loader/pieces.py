@@ -52,11 +52,15 @@ Pieces = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class Slice:
-    """This card's part of a layer: global ids by slot, and the run of the intermediate size."""
+    """This card's part of a layer: global ids by slot, and the run of the intermediate size.
+
+    ``outs`` is the run of W2's output features (first, count); None means all, as experts have it.
+    """
 
     expert_ids: tuple[int, ...]
     offset: int
     count: int
+    outs: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +193,7 @@ def _matrix(
     if projection == DOWN:
         first_group = part.offset // source.group2
         runs = {
-            "n": (0, source.hidden),
+            "n": part.outs or (0, source.hidden),
             "k": (part.offset, part.count),
             "g": (first_group, spec.w2.groups),
         }

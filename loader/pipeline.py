@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import torch
 
 from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
-from loader.checkpoint.folder import Checkpoint, open_checkpoint
+from loader.checkpoint.folder import open_checkpoint
 from loader.checkpoint.hub import HubSource, locate
 from loader.checkpoint.source import Source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
@@ -120,25 +120,29 @@ def load_with(
                 staging_bytes=staging_bytes,
                 card_memory=card_memory,
             )
-            return _load(opened, families, make_plan, peers, observers, baseline, began)
+            return load_plan(
+                make_plan(open_checkpoint(opened, families)), observers, baseline, began, peers
+            )
         finally:
             if opened is not source:
                 opened.close()
 
 
-def _load(
-    source: Source,
-    families: Iterable[Family],
-    make_plan: Callable[[Checkpoint], Plan],
-    peers: Peers | None,
+def load_plan(
+    plan: Plan,
     observers: Iterable[Observer],
     baseline: memory.HostMemory,
     began: float,
+    peers: Peers | None = None,
 ) -> LoadedExperts:
-    plan = make_plan(open_checkpoint(source, families))
+    """Do what a plan says; its checkpoint's source is open and stays the caller's.
+
+    ``baseline`` and ``began`` (``time.perf_counter``) are what the report counts from.
+    """
     plan.require_fit()
     if peers is not None:
         peers.agree(plan)
+    source = plan.checkpoint.source
     if isinstance(source, HubSource):
         # Only now: what configs and headers are enough to refuse costs no download.
         source.fetch(peers.beat if peers is not None else lambda: None)

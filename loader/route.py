@@ -102,7 +102,7 @@ def require_implementation(
 
 
 def decide(
-    layer: int,
+    layer: int | None,
     spec: LayerSpec,
     implementation: Implementation,
     policy: ResolvedPolicy,
@@ -147,7 +147,7 @@ def _fast(
     route: str,
     first: int,
     last: int,
-    layer: int,
+    layer: int | None,
     spec: LayerSpec,
     implementation: Implementation,
     policy: ResolvedPolicy,

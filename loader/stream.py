@@ -48,7 +48,7 @@ class Staging:
 class Scheduled(NamedTuple):
     """One chunk in the order of a load: its layer, and whether it is the layer's last."""
 
-    layer: int
+    layer: int | None
     chunk: Chunk
     last: bool
 
@@ -123,7 +123,7 @@ class ReadAhead:
         with memory.starting_threads():
             return self._executor.submit(self._fill, item.chunk, turn)
 
-    def _result(self, layer: int, future: Future[float]) -> float:
+    def _result(self, layer: int | None, future: Future[float]) -> float:
         try:
             return future.result()
         except LoaderError as error:

@@ -116,7 +116,8 @@ class Judge:
     def _in_tensor(self, projection: int, group: int, column: int) -> tuple[int, int]:
         """Where a group and column of this card's slice stand in the tensor of the checkpoint."""
         if projection == DOWN:
-            return group + self.part.offset // self.source.group2, column
+            first = self.part.outs[0] if self.part.outs else 0
+            return group + self.part.offset // self.source.group2, column + first
         gate_rows = self.source.intermediate * (self.source.fused and projection == UP)
         return group, column + self.part.offset + gate_rows
 
@@ -140,7 +141,7 @@ class Judge:
             meaning.what,
             file=self.file_of(tensor),
             layer=self.source.layer,
-            experts=str(self.part.expert_ids[slot]),
+            experts=str(self.part.expert_ids[slot]) if self.source.experts else None,
             tensor=self.name_of(tensor),
             expected=meaning.expected.format(*wanted),
             found=f"{value} at {place}, {count} such values{more}",

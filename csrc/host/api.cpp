@@ -8,6 +8,7 @@
 #include <new>
 #include <vector>
 
+#include "linear.h"
 #include "moe.h"
 #include "pool.h"
 #include "tiles.h"
@@ -201,6 +202,31 @@ QPN_API int64_t qpn_moe_scratch(const int64_t* layer_numbers, int64_t tokens, in
     qpn::Layer layer{};
     for (int b = 0; b < 2; ++b) memcpy(&layer.bank[b], layer_numbers + 1 + 10 * b, 80);
     return qpn::moe_scratch_bytes(layer, tokens, top_k);
+}
+
+struct QpnLinear {
+    int64_t tokens, dtype, bias_dtype, scratch_bytes;
+    const void *x, *bias;
+    void* out;
+    uint8_t* scratch;
+};
+
+QPN_API int qpn_linear(const QpnLinear* step, const int64_t* layer_numbers, void* const* tensors,
+                       const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
+                       QpnError* error) {
+    qpn::Layer layer;
+    if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
+        return fail("the tensors are not those of the layer", error);
+    const qpn::LinearCall call{&layer,     step->tokens, step->dtype,   step->bias_dtype,   step->x,
+                               step->bias, step->out,    step->scratch, step->scratch_bytes};
+    const std::string wrong = qpn::linear(call, tile_kernels(isa), threads);
+    return wrong.empty() ? 0 : fail(wrong.c_str(), error);
+}
+
+QPN_API int64_t qpn_linear_scratch(const int64_t* layer_numbers, int64_t tokens) {
+    qpn::Layer layer{};
+    for (int b = 0; b < 2; ++b) memcpy(&layer.bank[b], layer_numbers + 1 + 10 * b, 80);
+    return qpn::linear_scratch_bytes(layer, tokens);
 }
 
 // Weights of tiles [first, last) of one expert of one bank, fp32 (columns, K).

@@ -78,7 +78,7 @@ int64_t row_features(int64_t role) { return role == kZerosNg ? 8 : 1; }
 
 std::string check_layer(const Layer& layer, bool converts) {
     for (const Bank& bank : layer.bank) {
-        const bool known = within(bank.kind, kInt4, kPlain) && within(bank.layout, kCompact, kAsIs) &&
+        const bool known = within(bank.kind, kInt4, kAbsent) && within(bank.layout, kCompact, kAsIs) &&
                            within(bank.scale_dtype, kF16, kU8) &&
                            within(bank.sense, kNoGlobal, kDivisor) &&
                            within(bank.projections, 1, 2);
@@ -86,6 +86,7 @@ std::string check_layer(const Layer& layer, bool converts) {
                            within(bank.n, bank.projections, 1 << 24) && within(bank.group, 1, 1 << 24) &&
                            within(bank.phase, 0, bank.group - 1) && bank.n % bank.projections == 0;
         if (!known || !sized) return "the layer's numbers are not those of a layer";
+        if (bank.kind == kAbsent) continue;  // W13 of a linear
         const bool even = bank.columns() % 2 == 0;
         if (bank.kind == kInt4 && bank.layout == kCompact && !even)
             return "packed zero points need an even number of columns";
@@ -109,6 +110,7 @@ std::string check_descriptor(const Descriptor& piece, const Layer& layer, int64_
         return "projection and bank do not go together";
     if (!within(piece.slot, 0, bank.experts - 1)) return "slot is outside the bank";
     int64_t rows = 0, cols = 0;
+    if (bank.kind == kAbsent) return "the bank is absent";
     if (!limits(piece, bank, rows, cols)) return "role does not belong to this bank";
     if (!within(piece.rows, 1, kMost) || !within(piece.cols, 1, kMost) ||
         !within(piece.row_bytes, 1, kMost) || !within(piece.skip, 0, kMost) ||

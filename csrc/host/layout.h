@@ -13,7 +13,7 @@ static_assert(kTile * 4 == 128, "one tile row is one 128-byte line: kernels load
 // The nibble of an AWQ word that holds column 8 w + m: the reverse of 0, 2, 4, 6, 1, 3, 5, 7.
 constexpr int kAwqNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-enum Kind : int64_t { kInt4 = 0, kE2m1 = 1, kPlain = 2 };                     // KINDS
+enum Kind : int64_t { kInt4 = 0, kE2m1 = 1, kPlain = 2, kAbsent = 3 };        // KINDS
 enum Layout : int64_t { kCompact = 0, kRecord = 1, kWide = 2, kAsIs = 3 };    // LAYOUTS
 enum ScaleDtype : int64_t { kF16 = 0, kBf16 = 1, kU8 = 2 };                   // SCALE_DTYPES
 enum Sense : int64_t { kNoGlobal = 0, kMultiplier = 1, kDivisor = 2 };        // GLOBAL_SENSES
@@ -65,7 +65,9 @@ struct Bank {
     int64_t tile_words() const { return k8() * kTile; }
     int64_t expert_words() const { return tiles() * tile_words(); }
     int64_t plane() const { return groups() * n_padded(); }  // metadata entries of one expert
-    int tensors() const { return kind == kPlain ? 1 : (layout == kCompact ? 3 : 2); }
+    int tensors() const {
+        return kind == kAbsent ? 0 : kind == kPlain ? 1 : (layout == kCompact ? 3 : 2);
+    }
 };
 
 struct Layer {
@@ -74,7 +76,7 @@ struct Layer {
     float* cache;  // (experts, 3) fp32: globals of gate, up, down
     int64_t cache_bytes;
     bool checks_fp16() const {
-        return bank[0].layout == kRecord || bank[0].layout == kWide || fused_bias;
+        return bank[1].layout == kRecord || bank[1].layout == kWide || fused_bias;
     }
 };
 

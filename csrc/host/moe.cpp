@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "check.h"
-#include "numbers.h"
 #include "pool.h"
 
 namespace qpn {
@@ -14,63 +13,26 @@ namespace {
 
 constexpr int64_t kTilesOfJob = 4;
 
-float read_float(const void* data, int64_t at, int64_t dtype) {
-    switch (dtype) {
-        case kFloat16: return from_half(static_cast<const uint16_t*>(data)[at]);
-        case kBfloat16: return from_bf16(static_cast<const uint16_t*>(data)[at]);
-        case kFloat64: return static_cast<float>(static_cast<const double*>(data)[at]);
-        default: return static_cast<const float*>(data)[at];
-    }
-}
-
 float rounded(float value, int64_t dtype) {
     if (dtype == kFloat16) return from_half(to_half(value));
     if (dtype == kBfloat16) return from_bf16(to_bf16(value));
     return value;
 }
 
-void write_float(void* data, int64_t at, float value, int64_t dtype) {
-    if (dtype == kFloat16)
-        static_cast<uint16_t*>(data)[at] = to_half(value);
-    else if (dtype == kBfloat16)
-        static_cast<uint16_t*>(data)[at] = to_bf16(value);
-    else
-        static_cast<float*>(data)[at] = value;
-}
-
-// Regions of the scratch, in floats or int64, each on a cache line of its own.
-struct Plan {
-    struct Rows {
-        int64_t x, digits, sums, scale;
-    };
+// Regions of the scratch: prepared rows, floats, int64.
+struct Plan : Regions {
     Rows input, hidden;
-    int64_t y, order, starts, active, bytes;
+    int64_t y, order, starts, active;
 
     Plan(const Layer& layer, int64_t tokens, int64_t top_k) {
         const Bank &w13 = layer.bank[0], &w2 = layer.bank[1];
         const int64_t rows = tokens * top_k;
-        bytes = 0;
         input = take_rows(w13, tokens);
         hidden = take_rows(w2, rows);
         y = take(rows * w2.n_padded() * 4);
         order = take(rows * 8);
         starts = take((rows + 1) * 8);
         active = take(rows * 8);
-    }
-
-    Rows take_rows(const Bank& bank, int64_t rows) {
-        Rows taken;
-        taken.x = take(rows * bank.k_padded() * 4);
-        taken.digits = take(rows * bank.k_padded() * kMostDigits);
-        taken.sums = take(rows * bank.groups() * kMostDigits * 4);
-        taken.scale = take(rows * bank.groups() * 4);
-        return taken;
-    }
-
-    int64_t take(int64_t size) {
-        const int64_t at = bytes;
-        bytes += (size + 63) / 64 * 64;
-        return at;
     }
 };
 
@@ -83,14 +45,17 @@ class Step {
           w13_(call.layer->bank[0]),
           w2_(call.layer->bank[1]),
           plan_(*call.layer, call.tokens, call.top_k),
-          digits_(call.dtype == kBfloat16 ? 2 : kMostDigits) {}
+          input_(w13_, kernels, plan_.input, call.scratch, call.dtype),
+          hidden_(w2_, kernels, plan_.hidden, call.scratch, call.dtype) {}
 
     void run() {
         compact();
-        parallel(threads_, call_.tokens, [&](int64_t t, int) { take_x(t); });
+        parallel(threads_, call_.tokens, [&](int64_t t, int) {
+            input_.take(call_.x, t, call_.dtype, call_.layer->fused_bias);
+        });
         over_tiles(w13_, [&](int64_t active, int64_t tile) { first(active, tile); });
         parallel(threads_, rows_, [&](int64_t row, int) {
-            prepare(w2_, plan_.hidden, order()[row]);
+            hidden_.prepare(order()[row], call_.layer->fused_bias);
         });
         over_tiles(w2_, [&](int64_t active, int64_t tile) { second(active, tile); });
         parallel(threads_, call_.tokens * kSlices, [&](int64_t n, int) { reduce(n / kSlices, n % kSlices); });
@@ -103,16 +68,6 @@ class Step {
     int64_t* order() const { return reinterpret_cast<int64_t*>(call_.scratch + plan_.order); }
     int64_t* starts() const { return reinterpret_cast<int64_t*>(call_.scratch + plan_.starts); }
     int64_t* active() const { return reinterpret_cast<int64_t*>(call_.scratch + plan_.active); }
-    float* x(const Bank& bank, const Plan::Rows& rows, int64_t n) const {
-        return floats(rows.x) + n * bank.k_padded();
-    }
-    Row row(const Bank& bank, const Plan::Rows& rows, int64_t n) const {
-        const uint8_t* scratch = call_.scratch;
-        return {x(bank, rows, n),
-                reinterpret_cast<const int8_t*>(scratch + rows.digits) + n * bank.k_padded() * kMostDigits,
-                reinterpret_cast<const int32_t*>(scratch + rows.sums) + n * bank.groups() * kMostDigits,
-                floats(rows.scale) + n * bank.groups()};
-    }
     float* y(int64_t row) const { return floats(plan_.y) + row * w2_.n_padded(); }
 
     int64_t slot_of(int64_t row) const {
@@ -143,20 +98,6 @@ class Step {
         starts()[experts_] = rows_;
     }
 
-    void take_x(int64_t t) {
-        float* to = x(w13_, plan_.input, t);
-        for (int64_t k = 0; k < w13_.k; ++k) to[k] = read_float(call_.x, t * w13_.k + k, call_.dtype);
-        for (int64_t k = w13_.k; k < w13_.k_padded(); ++k) to[k] = 0;
-        prepare(w13_, plan_.input, t);
-    }
-
-    void prepare(const Bank& bank, const Plan::Rows& rows, int64_t n) {
-        if (call_.layer->fused_bias) return;
-        const Row to = row(bank, rows, n);
-        kernels_.prepare(bank, to.x, digits_, const_cast<int8_t*>(to.digits),
-                         const_cast<int32_t*>(to.sums), const_cast<float*>(to.scale));
-    }
-
     template <class F>
     void over_tiles(const Bank& bank, const F& tile_job) {
         const int64_t each = (bank.tiles() + kTilesOfJob - 1) / kTilesOfJob;
@@ -169,18 +110,18 @@ class Step {
 
     // Runs one tile of one active expert for all of its rows, `give(row, y)` for each.
     template <class I, class G>
-    void tile(const Bank& bank, int64_t which, int64_t number, const I& input, const G& give) {
+    void tile(const RowStore& rows, int64_t which, int64_t number, const I& input, const G& give) {
         alignas(64) float results[kMostRows][kTile];
         TileCall tile{};
-        tile.bank = &bank;
+        tile.bank = &rows.bank;
         tile.slot = active()[which];
         tile.tile = number;
         tile.fused_bias = call_.layer->fused_bias;
-        tile.digits = digits_;
+        tile.digits = rows.digits;
         for (int64_t i = starts()[which]; i < starts()[which + 1]; i += kMostRows) {
             tile.rows = static_cast<int>(std::min<int64_t>(kMostRows, starts()[which + 1] - i));
             for (int r = 0; r < tile.rows; ++r) {
-                tile.row[r] = input(order()[i + r]);
+                tile.row[r] = rows.row(input(order()[i + r]));
                 tile.y[r] = results[r];
             }
             kernels_.run(tile);
@@ -192,9 +133,9 @@ class Step {
     void first(int64_t which, int64_t number) {
         const int64_t top_k = call_.top_k, dtype = call_.dtype;
         tile(
-            w13_, which, number, [&](int64_t n) { return row(w13_, plan_.input, n / top_k); },
+            input_, which, number, [&](int64_t n) { return n / top_k; },
             [&](int64_t n, const float* both) {
-                float* const all = x(w2_, plan_.hidden, n);
+                float* const all = hidden_.x(n);
                 float* to = all + number * (kTile / 2);
                 const int64_t count = std::min(kTile / 2, w2_.k - number * (kTile / 2));
                 for (int64_t i = 0; i < count; ++i) {
@@ -208,7 +149,7 @@ class Step {
 
     void second(int64_t which, int64_t number) {
         tile(
-            w2_, which, number, [&](int64_t n) { return row(w2_, plan_.hidden, n); },
+            hidden_, which, number, [&](int64_t n) { return n; },
             [&](int64_t n, const float* result) {
                 float* to = y(n) + number * kTile;
                 for (int64_t c = 0; c < kTile; ++c) to[c] = rounded(result[c], call_.dtype);
@@ -238,7 +179,7 @@ class Step {
     const int threads_;
     const Bank &w13_, &w2_;
     const Plan plan_;
-    const int digits_;
+    const RowStore input_, hidden_;
     int64_t rows_ = 0, experts_ = 0;
 };
 
@@ -251,7 +192,8 @@ int64_t moe_scratch_bytes(const Layer& layer, int64_t tokens, int64_t top_k) {
 std::string moe(const MoeCall& call, const TileKernels& kernels, int threads) {
     const std::string wrong = check_layer(*call.layer, false);
     if (!wrong.empty()) return wrong;
-    if (call.layer->bank[0].kind == kPlain) return "the fast routes read quantized banks only";
+    for (const Bank& bank : call.layer->bank)
+        if (bank.kind >= kPlain) return "the fast routes read quantized banks only";
     if (call.tokens < 0 || call.top_k < 1 || call.tokens > (int64_t{1} << 30) / call.top_k)
         return "the number of tokens is not that of a step";
     if (call.scratch_bytes < moe_scratch_bytes(*call.layer, call.tokens, call.top_k))
@@ -265,7 +207,7 @@ std::string dequantize(const DequantizeCall& call, const TileKernels& kernels, i
     if (!wrong.empty()) return wrong;
     if (call.bank < 0 || call.bank > 1) return "bank is neither 0 nor 1";
     const Bank& bank = call.layer->bank[call.bank];
-    if (bank.kind == kPlain) return "plain weights are not dequantized";
+    if (bank.kind >= kPlain) return "plain weights are not dequantized";
     if (call.slot < 0 || call.slot >= bank.experts) return "slot is outside the bank";
     if (call.first < 0 || call.last <= call.first || call.last > bank.tiles())
         return "tiles are outside the bank";

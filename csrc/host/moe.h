@@ -3,12 +3,11 @@
 #pragma once
 #include <string>
 
+#include "activations.h"
 #include "layout.h"
 #include "tiles.h"
 
 namespace qpn {
-
-enum Float : int64_t { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 struct MoeCall {
     const Layer* layer;

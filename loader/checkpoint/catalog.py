@@ -34,7 +34,7 @@ REASONS = (
     "not named by the index",
     "draft model",
 )
-NOT_EXPERT, _NOT_INDEXED, _DRAFT = 1, 2, 3
+NOT_EXPERT, NOT_INDEXED, _DRAFT = 1, 2, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,8 +197,8 @@ def _parse(names: list[str], parser: NameParser, owned: npt.NDArray[np.generic])
     table = np.asarray([*rows, outside], np.int64)[np.asarray(ids, np.int64)]
     table[:, 3] = experts
     reason = np.where(table[:, 2] < 0, NOT_EXPERT, 0)
-    reason[~owned.astype(bool)] = _NOT_INDEXED
-    table[reason == _NOT_INDEXED] = -1
+    reason[~owned.astype(bool)] = NOT_INDEXED
+    table[reason == NOT_INDEXED] = -1
     columns = [np.ascontiguousarray(table[:, column]) for column in range(1, 6)]
     return _Parsed(list(prefixes), list(parts), table[:, 0].copy(), [*columns, reason])
 

@@ -56,7 +56,8 @@ def read_model(config: Mapping[str, Any]) -> Model:
     experts = whole(*_EXPERT_COUNTS)
     if not experts:
         raise UnsupportedError(
-            "the config declares no experts: this is not a Mixture-of-Experts checkpoint",
+            "the config declares no experts: this is not a Mixture-of-Experts checkpoint, and the "
+            "framework alone loads it",
             file=CONFIG,
             expected=" or ".join(_EXPERT_COUNTS),
             found=f"model_type {config.get('model_type')!r}",

@@ -39,9 +39,13 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class LayerSource:
-    """One MoE layer on disk: scheme, full geometry, tables, and why it is written so."""
+    """One MoE layer on disk: scheme, full geometry, tables, and why it is written so.
 
-    layer: int
+    A linear outside the experts has this form too (``checkpoint/linears.py``): no routed experts,
+    one projection in the place of W2, and no layer where it belongs to none.
+    """
+
+    layer: int | None
     scheme: Scheme
     fused: bool
     experts: int
@@ -62,7 +66,7 @@ class TableReader:
 
     catalog: Catalog
     model: Model
-    layer: int
+    layer: int | None
     scheme: Scheme
     fused: bool
 
@@ -87,7 +91,7 @@ class TableReader:
             table
             for (projection, name), (part, rows) in groups.items()
             if part.role is not Role.UNUSED
-            and (table := self._table(projection, name, part, rows, sizes[projection])) is not None
+            and (table := self.table(projection, name, part, rows, sizes[projection])) is not None
         ]
         zeros = {t.projection for t in tables if t.role in (Role.ZEROS_GN, Role.ZEROS_NG)}
         if zeros and zeros != set(projections):
@@ -141,6 +145,7 @@ class TableReader:
         rows = np.concatenate([rows for _, rows in groups.values()])
         family = catalog.families[int(catalog.family[rows[0]])]
         projection, name, ids = missing[0]
+        assert self.layer is not None, "routed experts belong to a layer"
         module = family.module(self.layer, int(ids[0]), PROJECTIONS[projection])
         every = np.unique(np.concatenate([ids for *_, ids in missing]))
         lacking = [
@@ -165,8 +170,8 @@ class TableReader:
         """Hidden and intermediate size: the config's where it states them, else the tensors'."""
         name = next(iter(self.scheme.parts))
         gate = GATE_UP if self.fused else GATE
-        first = self._disk_sizes(groups[gate, name])
-        down = self._disk_sizes(groups[DOWN, name])
+        first = self.disk_sizes(groups[gate, name])
+        down = self.disk_sizes(groups[DOWN, name])
         hidden = self.model.hidden_size or first["k"]
         intermediate = self.model.moe_intermediate_size or down["k"]
         if self.model.moe_intermediate_size is None and not self.fused and down["k"] != first["n"]:
@@ -178,7 +183,8 @@ class TableReader:
             )
         return hidden, intermediate
 
-    def _disk_sizes(self, entry: tuple[Part, Ints]) -> dict[str, int]:
+    def disk_sizes(self, entry: tuple[Part, Ints]) -> dict[str, int]:
+        """Sizes by axis that the first tensor of a part has on disk."""
         part, rows = entry
         arrangement = part.arrangement
         shape = self._one_shape(int(rows[0]))
@@ -199,7 +205,7 @@ class TableReader:
         shape: tuple[int, ...] = self.catalog.shapes[self.catalog.shape_id[row]]
         return shape[1:] if self.fused else shape
 
-    def _table(
+    def table(
         self, projection: int, name: str, part: Part, rows: Ints, sizes: Mapping[str, int]
     ) -> Table | None:
         """Check dtype and shape of all tensors of one part; None for zero points left empty."""
@@ -307,7 +313,7 @@ class TableReader:
             what,
             file=self.catalog.files[self.catalog.file[rows[0]]],
             layer=self.layer,
-            experts=None if self.fused else some_of(experts),
+            experts=None if experts[0] < 0 else some_of(experts),
             tensor=self.catalog.names[rows[0]],
             expected=expected,
             found=found,

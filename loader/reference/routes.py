@@ -173,11 +173,10 @@ def scratch_bytes(layers: Sequence[LayerSpec], tokens: int, top_k: int) -> int:
 
     The fast routes of the reference use none, whatever ``tokens`` and ``top_k``.
     """
-    most = 0
-    for layer in layers:
-        for bank in layer.banks:
-            tile = TILE * bank.k * 4
-            most = max(
-                most, tile, min(LEGACY_SCRATCH_BYTES // tile * tile, bank.n_padded * bank.k * 4)
-            )
-    return most
+    return max((product_scratch_bytes(bank) for layer in layers for bank in layer.banks), default=0)
+
+
+def product_scratch_bytes(bank: BankSpec) -> int:
+    """fp32 scratch that dequantizing one bank in runs of columns uses."""
+    tile = TILE * bank.k * 4
+    return max(tile, min(LEGACY_SCRATCH_BYTES // tile * tile, bank.n_padded * bank.k * 4))

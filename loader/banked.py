@@ -1,0 +1,118 @@
+"""Banked: a module whose buffers are banks: bits that no cast changes, decisions that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from loader.errors import LifecycleError
+
+_BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_Self = TypeVar("_Self", bound="BankedModule")
+
+
+class BankedModule(torch.nn.Module):
+    """Base of what a load leaves on a card; its banks are registered buffers.
+
+    ``what`` names such modules in errors. What gives the bytes their meaning travels in the extra
+    state. A property of a subclass is a decision of the load: assigning to it raises.
+    """
+
+    what = "prepared banks"
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in zip(names, tensors, strict=True):
+            self.register_buffer(name, tensor)
+        self._bank_names = tuple(names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if any(isinstance(vars(one).get(name), property) for one in type(self).__mro__):
+            raise LifecycleError(
+                f"{name} was decided when the layer was loaded and does not change",
+                layer=self.layer,
+                expected="another load with other settings",
+                found=f"an assignment to {name}",
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def layer(self) -> int | None:
+        """Layer index in the model, None outside of layers."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Everything that gives the bytes of the banks their meaning."""
+        raise NotImplementedError
+
+    def refuse(self, what: str, expected: object, found: object) -> None:
+        """Raise the error that says what does not match."""
+        raise NotImplementedError
+
+    def banks(self) -> list[torch.Tensor]:
+        """The bank tensors, in the order that operators take them."""
+        buffers = self._buffers
+        return [tensor for name in self._bank_names if (tensor := buffers[name]) is not None]
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accepts only a state that agrees with this layer; see ``load_state_dict``."""
+        if state != self.get_extra_state():
+            self.refuse("extra state", self.get_extra_state(), state)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """All or nothing: every bank is checked before the first is copied; addresses stay."""
+        faults = []
+        key = prefix + "_extra_state"
+        if state_dict.get(key) != self.get_extra_state():
+            faults.append(f"{key}: expected {self.get_extra_state()}, found {state_dict.get(key)}")
+        incoming = {name: state_dict.get(prefix + name) for name in self._bank_names}
+        for name, own in zip(self._bank_names, self.banks(), strict=True):
+            new = incoming[name]
+            if not isinstance(new, torch.Tensor):
+                faults.append(f"{prefix}{name}: missing")
+            elif new.shape != own.shape or new.dtype != own.dtype:
+                faults.append(
+                    f"{prefix}{name}: expected {tuple(own.shape)} {own.dtype}, "
+                    f"found {tuple(new.shape)} {new.dtype}"
+                )
+            elif new.is_meta or new.layout != torch.strided:
+                faults.append(f"{prefix}{name}: expected values, found {new.layout} {new.device}")
+        if local_metadata.get("assign_to_params_buffers"):
+            faults.append(f"{prefix}: assign=True would move the banks")
+        known = {prefix + name for name in (*self._bank_names, "_extra_state")}
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
+        if faults:
+            error_msgs.append(f"{self.what} refuse the state: " + "; ".join(faults))
+            return
+        with torch.no_grad():
+            for name, own in zip(self._bank_names, self.banks(), strict=True):
+                own.copy_(incoming[name])  # type: ignore[arg-type]
+
+    def _apply(
+        self: _Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> _Self:
+        """Banks are bits, not numbers, and stay where they are, in the order that kernels read.
+
+        Dtype casts, memory formats and copies pass them by; device moves raise.
+        """
+        for own in self.banks():
+            moved = fn(own.view(_BIT_TYPES[own.dtype.itemsize]))
+            if moved.device != own.device:
+                raise LifecycleError(
+                    f"{self.what} do not move between devices",
+                    layer=self.layer,
+                    expected=f"another load with device={str(moved.device)!r}",
+                    found=f"banks on {own.device}",
+                )
+        return self

@@ -1,0 +1,1 @@
+"""Integrations: doors into serving frameworks; none imports its framework until it is asked."""
