@@ -61,8 +61,8 @@ class Implementation:
     ``threads`` buffers of ``buffer_bytes`` each. ``fp32_scales`` says that it converts int4 scales
     of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)``
     is the scratch that steps of up to so many tokens need. ``linear`` and
-    ``linear_scratch_bytes(spec, tokens)`` serve linears from banks, ``dequantize(out, bank, slot, tiles, banks, spec)`` gives
-    weights fp32; None where the code has none.
+    ``linear_scratch_bytes(spec, tokens)`` serve linears from banks, ``dequantize(out, bank, slot,
+    tiles, banks, spec)`` gives weights fp32; None where the code has none.
     """
 
     name: str

@@ -258,8 +258,7 @@ class _Load:
     ) -> None:
         number, measured = layer.layer, self.measured[layer.layer]
         planes = ScalePlanes(converter)
-        consumed = 0
-        last = False
+        consumed, last = 0, False
         while not last:
             filled = next(stream)
             last = filled.scheduled.last
@@ -301,12 +300,11 @@ class _Load:
     def _report(self, seconds: float, uss: int) -> LoadReport:
         assert self.workspace is not None
         tensors = [tensor for module in self.modules.values() for tensor in module.banks()]
-        after = memory.host_memory()
         measured = MemoryMeasured(
             resident=memory.storage_bytes([*tensors, *self.workspace.tensors()]),
             baseline=self.baseline.anonymous,
             peak=self.peak.anonymous,
-            after=after.anonymous,
+            after=memory.host_memory().anonymous,
             host_anonymous_peak=self.peak.anonymous,
             host_file_peak=self.peak.file,
             host_file_baseline=self.baseline.file,

@@ -11,7 +11,7 @@ import torch
 from loader.bank import ABSENT, BankSpec, LayerSpec, check_group
 from loader.checkpoint.linears import LinearSource
 from loader.checkpoint.scheme import Role
-from loader.errors import LoaderError, ShardError
+from loader.errors import LoaderError, ShardError, UnsupportedError
 from loader.layer_plan import SCALE_DTYPES
 from loader.native import Implementation
 from loader.pieces import Pieces, Places, Slice, build_pieces
