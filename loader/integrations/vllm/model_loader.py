@@ -1,0 +1,113 @@
+"""Model loader: ``--load-format qpn`` of vLLM."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub import snapshot_download
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from loader.checkpoint.folder import Checkpoint, open_checkpoint
+from loader.checkpoint.source import open_source
+from loader.errors import LoaderError, UnsupportedError
+from loader.integrations.vllm.settings import Settings, read_settings
+from loader.integrations.vllm.support import require_support
+
+LOG = logging.getLogger("vllm.qpn_loader")
+PATTERNS = ("*.json", "*.safetensors")
+"""Files of a Hub repository that are fetched: no pickles."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """What one load hands from the building of the model to its filling."""
+
+    checkpoint: Checkpoint
+    reasons: dict[str, str]
+
+
+class QpnModelLoader(BaseModelLoader):
+    """Builds the model without expert parameters, then fills it from the checkpoint.
+
+    Raises a :class:`loader.LoaderError`, logged as one sentence before vLLM's own traceback.
+    """
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self._running: _Load | None = None
+        self.settings = Settings()
+        with _told():
+            require_support()
+            self.settings = read_settings(load_config.model_loader_extra_config)
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        """Fetch configs and safetensors into the Hub's cache, where the model is no folder."""
+        self._folder(model_config)
+
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> torch.nn.Module:
+        """Build and fill one model."""
+        # Imported here: they use classes of vLLM's that `require_support` has found.
+        from loader.integrations.vllm.quantization import take_over
+
+        with _told():
+            _refuse_drafts(model_config)
+            with open_source(self._folder(model_config)) as source:
+                checkpoint = open_checkpoint(source)
+                taken, reasons = take_over(vllm_config)
+                self._running = _Load(checkpoint, reasons)
+                try:
+                    return super().load_model(
+                        vllm_config=taken, model_config=model_config, prefix=prefix
+                    )
+                finally:
+                    self._running = None
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Fill the model that :meth:`load_model` has built."""
+        from loader.integrations.vllm.filling import fill
+
+        if self._running is None:
+            raise UnsupportedError(
+                "weights cannot be loaded again into a running model by --load-format qpn",
+                expected="a new server",
+                found="a reload",
+            )
+        fill(model, self._running.checkpoint, self.settings, self._running.reasons)
+
+    def _folder(self, model_config: ModelConfig) -> str:
+        model = str(model_config.model)
+        if os.path.isdir(model):
+            return model
+        return snapshot_download(
+            model,
+            revision=model_config.revision,
+            cache_dir=self.load_config.download_dir,
+            allow_patterns=list(PATTERNS),
+        )
+
+
+def _refuse_drafts(config: ModelConfig) -> None:
+    if config.runner == "draft":
+        raise UnsupportedError(
+            "a speculative draft model is not loaded by --load-format qpn",
+            expected='"draft_load_config": {"load_format": "auto"} in --speculative-config',
+            found=str(config.model),
+        )
+
+
+class _told:
+    """Logs an error of the library as one line: vLLM prints a traceback of every process."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, LoaderError):
+            LOG.error("%s", error)
