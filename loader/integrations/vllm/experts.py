@@ -76,7 +76,8 @@ class PreparedExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``(T, H)``, ``(T, k)``, ``(T, k)`` -> this rank's part of ``(T, H)``; ids are global."""
-        return layer.prepared(x, topk_ids, topk_weights)  # type: ignore[no-any-return]
+        result: torch.Tensor = layer.prepared(x, topk_ids, topk_weights)
+        return result
 
 
 def _swiglu(moe: FusedMoEConfig) -> tuple[Any, Any, Any]:

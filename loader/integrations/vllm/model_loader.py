@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,14 +22,6 @@ PATTERNS = ("*.json", "*.safetensors")
 """Files of a Hub repository that are fetched: no pickles."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Load:
-    """What one load hands from the building of the model to its filling."""
-
-    checkpoint: Checkpoint
-    reasons: dict[str, str]
-
-
 class QpnModelLoader(BaseModelLoader):
     """Builds the model without expert parameters, then fills it from the checkpoint.
 
@@ -39,7 +30,7 @@ class QpnModelLoader(BaseModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self._running: _Load | None = None
+        self._checkpoint: Checkpoint | None = None
         self.settings = Settings()
         with _told():
             require_support()
@@ -59,27 +50,28 @@ class QpnModelLoader(BaseModelLoader):
         with _told():
             _refuse_drafts(model_config)
             with open_source(self._folder(model_config)) as source:
-                checkpoint = open_checkpoint(source)
-                taken, reasons = take_over(vllm_config)
-                self._running = _Load(checkpoint, reasons)
+                self._checkpoint = open_checkpoint(source)
                 try:
-                    return super().load_model(
-                        vllm_config=taken, model_config=model_config, prefix=prefix
+                    model: torch.nn.Module = super().load_model(
+                        vllm_config=take_over(vllm_config),
+                        model_config=model_config,
+                        prefix=prefix,
                     )
+                    return model
                 finally:
-                    self._running = None
+                    self._checkpoint = None
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         """Fill the model that :meth:`load_model` has built."""
         from loader.integrations.vllm.filling import fill
 
-        if self._running is None:
+        if self._checkpoint is None:
             raise UnsupportedError(
                 "weights cannot be loaded again into a running model by --load-format qpn",
                 expected="a new server",
                 found="a reload",
             )
-        fill(model, self._running.checkpoint, self.settings, self._running.reasons)
+        fill(model, self._checkpoint, self.settings)
 
     def _folder(self, model_config: ModelConfig) -> str:
         model = str(model_config.model)

@@ -13,7 +13,7 @@ from loader.policy import Policy, ResolvedPolicy
 
 @dataclass(frozen=True)
 class Settings:
-    """``policy``: fields of :class:`loader.Policy`; ``staging_bytes``: budget of the read buffers."""
+    """``policy``: of the load; ``staging_bytes``: budget of the read buffers."""
 
     policy: Policy = field(default_factory=Policy)
     staging_bytes: int = DEFAULT_STAGING_BYTES

@@ -39,7 +39,8 @@ class Piece:
         if self.takes:
             if not callable(found):
                 return f"{whole} cannot be called"
-            lacking = [name for name in self.takes if name not in inspect.signature(found).parameters]
+            known = inspect.signature(found).parameters
+            lacking = [name for name in self.takes if name not in known]
             if lacking:
                 return f"{whole} takes no {', '.join(lacking)}"
         if self.holds:

@@ -1,8 +1,8 @@
-"""Weights: what vLLM's own loading gets to read: all but the experts, some linears dequantized."""
+"""Weights: what vLLM's own loading gets to read: no experts, no banks, some linears dequantized."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -11,32 +11,30 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from loader.checkpoint.catalog import NOT_INDEXED
 from loader.checkpoint.folder import Checkpoint
 from loader.errors import CheckpointError
-from loader.integrations.vllm.linears import PLAIN_METHODS, PlainLinear
+from loader.integrations.vllm.linears import PLAIN_METHODS, OwnLinears
 from loader.linears import LinearLoader
 from loader.plain import read_tensor
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def weights(
-    checkpoint: Checkpoint, plain: Mapping[str, PlainLinear], linears: LinearLoader
-) -> Weights:
-    """Name and tensor of everything but the routed experts, in file order; experts are never read.
+def weights(checkpoint: Checkpoint, own: OwnLinears, linears: LinearLoader) -> Weights:
+    """Name and tensor of all that vLLM loads, in file order; the experts are never read.
 
-    A linear of ``plain`` comes as its dequantized ``weight``, in place of its parts.
+    A linear that is ``plain`` comes as its dequantized ``weight``, in place of its parts.
     """
     catalog = checkpoint.catalog
-    part_of = {row: name for name, one in plain.items() for row in one.plan.source.rows}
+    linear_of = own.rows()
     given: set[str] = set()
     wanted = (catalog.layer < 0) & (catalog.reason != NOT_INDEXED)
     for row in np.flatnonzero(wanted).tolist():
-        linear = part_of.get(row)
-        if linear is None:
+        name = linear_of.get(row)
+        if name is None:
             yield catalog.names[row], read_tensor(checkpoint.source, catalog, row)
-        elif linear not in given:
-            given.add(linear)
-            one = plain[linear]
-            yield f"{linear}.weight", linears.dequantize(one.plan, one.dtype)
+        elif name in own.plain and name not in given:
+            given.add(name)
+            one = own.plain[name]
+            yield f"{name}.weight", linears.dequantize(one.plan, one.dtype)
 
 
 def require_complete(model: torch.nn.Module, loaded: set[str] | None) -> None:
