@@ -1,6 +1,7 @@
-"""Loads one checkpoint by vLLM within this process and prints, as JSON, what the model then holds.
+"""Loads one checkpoint by vLLM within this process; prints as JSON what it holds and generates.
 
-A script of its own: a process can set up vLLM's parallel state once. Arguments: FOLDER DTYPE.
+A script of its own: a process can set up vLLM's parallel state once. Arguments: FOLDER, and the
+arguments of ``vllm.LLM`` as JSON, with ``prompt`` and ``tokens`` beside them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ os.environ |= {
 
 import torch  # noqa: E402
 from torch.nn.modules import module as modules  # noqa: E402
-from vllm import LLM  # noqa: E402
+from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
 
 from loader import PreparedExperts  # noqa: E402
@@ -43,7 +44,7 @@ def held(model: torch.nn.Module) -> dict[str, object]:
     }
     return {
         "expert_layers": len(layers),
-        "prepared": [type(m.prepared).__name__ for m in layers if m.prepared.layer is not None],
+        "routes": [[route.route for route in m.prepared.routes] for m in layers],
         "is_ours": all(isinstance(m.prepared, PreparedExperts) for m in layers),
         "parameters": [name for m in layers for name, _ in m.named_parameters()],
         "ever": EVER,
@@ -53,15 +54,18 @@ def held(model: torch.nn.Module) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    folder, dtype = sys.argv[1:]
+    folder, given = sys.argv[1], json.loads(sys.argv[2])
+    prompt, tokens = given.pop("prompt"), given.pop("tokens")
     modules.register_module_parameter_registration_hook(watch)
     llm = LLM(
         folder,
         load_format="qpn",
-        dtype=dtype,
         max_model_len=64,
         enforce_eager=True,
         skip_tokenizer_init=True,
+        **given,
     )
     (found,) = llm.apply_model(held)
-    print("FOUND " + json.dumps(found))
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    (answer,) = llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False)
+    print("FOUND " + json.dumps(found | {"tokens": list(answer.outputs[0].token_ids)}))
