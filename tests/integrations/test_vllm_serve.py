@@ -44,7 +44,8 @@ class Case:
 CASES = (
     Case("qwen3moe-awq-gemm-g128", "float16", 0.01),
     Case("qwen3moe-ct-nvfp4a16", "float32", 1e-3, banked=8),
-    Case("qwen3moe-modelopt-nvfp4", "bfloat16", 0.08, banked=8),
+    # Its own dtype is bf16, in which a router's near tie may choose another expert now and then.
+    Case("qwen3moe-modelopt-nvfp4", "float16", 0.01, banked=8),
     Case("qwen3moe-ct-nvfp4a16", "float32", 1e-3, ranks=2, banked=8),
     Case("qwen3moe-awq-gemm-g128", "float16", 0.01, 2, ("--enable-expert-parallel",)),
 )

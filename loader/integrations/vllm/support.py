@@ -73,7 +73,8 @@ PIECES = (
     Piece(_MODEL_LOADER, "BaseModelLoader.load_weights", ("model", "model_config")),
     Piece(_MODEL_LOADER, "BaseModelLoader.download_model", ("model_config",)),
     Piece(_QUANTIZATION, "QuantizationConfig.get_quant_method", ("layer", "prefix")),
-    Piece(_LINEAR, "LinearBase"),
+    Piece(_LINEAR, "LinearBase.__init__", ("quant_config", "prefix", "tp_rank", "tp_size")),
+    Piece(_LINEAR, "LinearBase.update_param_tp_status"),
     Piece(_LINEAR, "LinearMethodBase.create_weights", _SIZES),
     Piece(_LINEAR, "LinearMethodBase.apply", ("layer", "x", "bias")),
     Piece(_LINEAR, "UnquantizedLinearMethod.create_weights", _SIZES),
@@ -82,6 +83,11 @@ PIECES = (
     Piece(
         "vllm.model_executor.layers.vocab_parallel_embedding",
         "UnquantizedEmbeddingMethod",
+    ),
+    Piece(
+        _MOE,
+        "RoutedExperts.__init__",
+        ("layer_name", "moe_config", "quant_config", "apply_router_weight_on_input"),
     ),
     Piece(_MOE, "RoutedExperts.expert_map"),
     Piece(_MOE, "FusedMoEMethodBase.create_weights", ("layer",)),
