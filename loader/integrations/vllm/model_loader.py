@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
-from huggingface_hub import snapshot_download
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
-from loader.checkpoint.source import open_source
+from loader.checkpoint.hub import HubSource, locate
+from loader.checkpoint.source import Source
 from loader.errors import LoaderError, UnsupportedError
 from loader.integrations.vllm.settings import Settings, read_settings
 from loader.integrations.vllm.support import require_support
 
 LOG = logging.getLogger("vllm.qpn_loader")
-PATTERNS = ("*.json", "*.safetensors")
-"""Files of a Hub repository that are fetched: no pickles."""
 
 
 class QpnModelLoader(BaseModelLoader):
@@ -37,8 +34,10 @@ class QpnModelLoader(BaseModelLoader):
             self.settings = read_settings(load_config.model_loader_extra_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """Fetch configs and safetensors into the Hub's cache, where the model is no folder."""
-        self._folder(model_config)
+        """Fetch the files of the model into the Hub's cache, where it is no folder."""
+        with _told(), _source(model_config) as source:
+            if isinstance(source, HubSource):
+                source.fetch()
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -49,7 +48,7 @@ class QpnModelLoader(BaseModelLoader):
 
         with _told():
             _refuse_drafts(model_config)
-            with open_source(self._folder(model_config)) as source:
+            with _source(model_config) as source:
                 self._checkpoint = open_checkpoint(source)
                 try:
                     model: torch.nn.Module = super().load_model(
@@ -73,16 +72,9 @@ class QpnModelLoader(BaseModelLoader):
             )
         fill(model, self._checkpoint, self.settings)
 
-    def _folder(self, model_config: ModelConfig) -> str:
-        model = str(model_config.model)
-        if os.path.isdir(model):
-            return model
-        return snapshot_download(
-            model,
-            revision=model_config.revision,
-            cache_dir=self.load_config.download_dir,
-            allow_patterns=list(PATTERNS),
-        )
+
+def _source(config: ModelConfig) -> Source:
+    return locate(str(config.model), config.revision)
 
 
 def _refuse_drafts(config: ModelConfig) -> None:

@@ -68,7 +68,7 @@ _SIZES = (
 PIECES = (
     Piece("vllm.config", "VllmConfig", holds=("quant_config", "load_config")),
     Piece("vllm.config", "ModelConfig", holds=("model", "revision", "runner")),
-    Piece("vllm.config.load", "LoadConfig", holds=("model_loader_extra_config", "download_dir")),
+    Piece("vllm.config.load", "LoadConfig", holds=("model_loader_extra_config",)),
     Piece(_MODEL_LOADER, "BaseModelLoader.load_model", ("vllm_config", "model_config", "prefix")),
     Piece(_MODEL_LOADER, "BaseModelLoader.load_weights", ("model", "model_config")),
     Piece(_MODEL_LOADER, "BaseModelLoader.download_model", ("model_config",)),
