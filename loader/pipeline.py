@@ -214,8 +214,6 @@ class _Load:
             self.reader.close()
             self.staging.close()
             memory.return_to_system()
-        if not self.ledger.on_card:
-            seconds = time.perf_counter() - self.began
         experts = LoadedExperts(self.modules, self._report(seconds, uss))
         self._log_routes()
         _LOG.info("%s", experts.report.memory_line())
@@ -313,13 +311,14 @@ class _Load:
     def _report(self, seconds: float, uss: int) -> LoadReport:
         assert self.workspace is not None
         tensors = [tensor for module in self.modules.values() for tensor in module.banks()]
+        tensors += self.workspace.tensors()
         planned = self.plan.to_dict()
         for entry in planned["layers"]:
             entry["scale_dtypes"] = scale_dtypes(self.modules[entry["layer"]].spec)
         return LoadReport(
             planned=planned,
             layers=self.measured,
-            memory=self.ledger.measured([*tensors, *self.workspace.tensors()], uss, self.staging),
+            memory=self.ledger.measured(tensors, uss, self.staging),
             seconds=seconds,
             bytes_read=self.bytes_read,
             nonfinite=tuple(self.nonfinite),
