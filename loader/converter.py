@@ -14,7 +14,9 @@ import torch
 
 from loader import memory, native
 from loader.bank import LayerSpec, initialise, named
+from loader.card import CardPool
 from loader.errors import CapacityError, ConversionError, LoaderError
+from loader.spots import spots_bytes
 
 CACHE_GLOBALS = 3
 """fp32 numbers that each expert keeps in the conversion cache: globals of gate, up, down."""
@@ -24,6 +26,11 @@ def cache_bytes(spec: LayerSpec) -> int:
     """Bytes of the conversion cache of one layer: globals wait only for NVFP4 ``wide``."""
     waits = spec.w2.kind == "e2m1" and spec.w2.layout == "wide"
     return spec.w2.experts * CACHE_GLOBALS * 4 if waits else 0
+
+
+def card_cache_bytes(spec: LayerSpec) -> int:
+    """The same on a card, where the table of what was found wrong lies before the globals."""
+    return -(-(spots_bytes(spec.w2.experts) + cache_bytes(spec)) // 8) * 8
 
 
 @dataclass(eq=False)
@@ -52,33 +59,57 @@ class ConversionCache:
     """Every temporary tensor that converting one layer needs; released exactly once.
 
     ``released`` is how often :meth:`release` ran; a second call is an error, a discarded cache was
-    dropped by a failure.
+    dropped by a failure. On a card it lies in a memory pool of its own.
     """
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
-        count = cache_bytes(spec) // 4
-        shape = (count // CACHE_GLOBALS, CACHE_GLOBALS)
-        self._globals: torch.Tensor | None = memory.fresh(shape, torch.float32, device)
-        self.nbytes = count * 4
+        self._pool: CardPool | None = None
+        self._state: torch.Tensor | None = None
+        if device.type == "cpu":
+            count = cache_bytes(spec) // 4
+            shape = (count // CACHE_GLOBALS, CACHE_GLOBALS)
+            self._state = memory.fresh(shape, torch.float32, device)
+        else:
+            self._pool = CardPool(device)
+            with self._pool.allocating():
+                self._state = memory.fresh((card_cache_bytes(spec),), torch.uint8, device).zero_()
+        self._spots_bytes = spots_bytes(spec.w2.experts)
+        self.nbytes = self._state.nbytes
         self.released = 0
 
     @property
     def globals(self) -> torch.Tensor:
-        """fp32 (experts, 3), or (0, 3) where nothing waits."""
-        assert self._globals is not None, "the conversion cache was released"
-        return self._globals
+        """fp32 (experts, 3), or (0, 3) where nothing waits; on a card uint8, spots before them."""
+        assert self._state is not None, "the conversion cache was released"
+        return self._state
+
+    def spots(self) -> torch.Tensor | None:
+        """The table of ``loader/spots.py`` on the host; None where it is empty, or on the host.
+
+        Waits for the card: whatever was enqueued for the layer is done afterwards.
+        """
+        if self._pool is None:
+            return None
+        table = self.globals[: self._spots_bytes]
+        return table.cpu() if int(table[:8].view(torch.int64)) else None
 
     def release(self) -> int:
         """Drop the cache and give its memory back to the system; returns its bytes."""
-        assert self._globals is not None, "the conversion cache was released twice"
-        self._globals = None
+        assert self._state is not None, "the conversion cache was released twice"
+        self._drop()
         self.released += 1
-        memory.return_to_system()
+        if self._pool is None:
+            memory.return_to_system()
         return self.nbytes
 
     def discard(self) -> None:
         """Drop the cache after a failure; this is not a release."""
-        self._globals = None
+        self._drop()
+
+    def _drop(self) -> None:
+        self._state = None
+        if self._pool is not None:
+            self._pool.close()
 
 
 @dataclass(eq=False)
@@ -98,7 +129,10 @@ class LayerConverter:
         self._spec = spec.to_ints()
 
     def write(self, chunk: torch.Tensor, descriptors: torch.Tensor) -> torch.Tensor:
-        """Convert the pieces of one chunk (uint8); returns findings int64 (n, 6)."""
+        """Convert the pieces of one chunk (uint8); returns findings int64 (n, 6).
+
+        On a card this returns when the work is enqueued, and what is found waits for :meth:`spots`.
+        """
         findings: torch.Tensor = native.write(
             chunk, descriptors, self.banks.tensors, self.cache.globals, self._spec
         )
@@ -123,6 +157,10 @@ class LayerConverter:
         """Complete metadata that needed more than one tensor; returns findings int64 (n, 6)."""
         findings: torch.Tensor = native.finish(self.banks.tensors, self.cache.globals, self._spec)
         return findings
+
+    def spots(self) -> torch.Tensor | None:
+        """What a card counted as wrong in the layer, None for nothing; see the cache."""
+        return self.cache.spots()
 
 
 _Result = TypeVar("_Result")

@@ -37,7 +37,7 @@ class ReadError(CheckpointError):
     """A read that failed or came up short, inside a native call."""
 
 
-class _Layer:
+class NativeLayer:
     """A layer as calls take it: its numbers, and its tensors as addresses and byte counts."""
 
     def __init__(self, spec: list[int], tensors: Sequence[torch.Tensor]) -> None:
@@ -124,7 +124,7 @@ class Core:
         table = descriptors.contiguous()
         threads = self.threads if buffers is None else min(self.threads, buffers.shape[0])
         each = 0 if buffers is None else buffers.shape[1]
-        layer = _Layer(spec, banks)
+        layer = NativeLayer(spec, banks)
 
         def call(findings: torch.Tensor, found: ctypes.c_int64, error: Error) -> int:
             return int(
@@ -154,7 +154,7 @@ class Core:
         self, banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]
     ) -> torch.Tensor:
         """``qpn::finish``; see ``loader/reference/convert.py`` for the contract."""
-        layer = _Layer(spec, banks)
+        layer = NativeLayer(spec, banks)
 
         def call(findings: torch.Tensor, found: ctypes.c_int64, error: Error) -> int:
             return int(
@@ -213,7 +213,7 @@ class Core:
         spec: list[int],
     ) -> None:
         """A call that reads banks; what it refuses is a ``ValueError``."""
-        layer, error = _Layer(spec, banks), Error()
+        layer, error = NativeLayer(spec, banks), Error()
         code = function(
             *arguments,
             *layer.arguments(),
@@ -286,11 +286,8 @@ _Call = Callable[[torch.Tensor, ctypes.c_int64, Error], int]
 _REFUSED, _FAILED_READ, _NO_MEMORY = 1, 2, 3
 
 
-def _checked(call: _Call, room: int) -> torch.Tensor:
-    """Run a native call; its findings, or the error it names."""
-    findings = torch.empty((room, len(FIELDS)), dtype=torch.int64, device="cpu")
-    found, error = ctypes.c_int64(0), Error()
-    code = call(findings, found, error)
+def raise_native(code: int, error: Error) -> None:
+    """Raise what a native call refused or failed to read; nothing for a call that went well."""
     what = error.what.decode()
     if code == _FAILED_READ:
         reason = f": {os.strerror(error.error)}" if error.error else ""
@@ -302,6 +299,13 @@ def _checked(call: _Call, room: int) -> torch.Tensor:
     if code == _REFUSED and error.subject >= 0:
         raise DescriptorError(int(error.subject), what)
     _require_done(code, error)
+
+
+def _checked(call: _Call, room: int) -> torch.Tensor:
+    """Run a native call; its findings, or the error it names."""
+    findings = torch.empty((room, len(FIELDS)), dtype=torch.int64, device="cpu")
+    found, error = ctypes.c_int64(0), Error()
+    raise_native(call(findings, found, error), error)
     return findings[: found.value].clone()
 
 

@@ -223,7 +223,8 @@ class _InPlace:
             del data, write
             self.lifecycle.enter(layer, "reading", consumed)
         self.lifecycle.enter(layer, "converting")
-        judge.after_finish(guarded(layer, converter.finish))
+        closing = guarded(layer, converter.finish)
+        judge.after_layer(closing, guarded(layer, converter.spots), lambda: pieces)
         memory.merge_pages(converter.banks.tensors)
 
     def _take_sources(self) -> int:

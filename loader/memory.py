@@ -9,6 +9,7 @@ them (:func:`merge_pages`).
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import sys
 import threading
@@ -59,13 +60,19 @@ def _uninitialised(
     with torch.inference_mode(False):
         if device.type != "cpu" or nbytes < _MAP_AT or not hasattr(mmap, "MAP_ANONYMOUS"):
             return torch.empty(shape, dtype=dtype, device=device)
-        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            region.madvise(mmap.MADV_NOHUGEPAGE)
-        tensor = torch.frombuffer(region, dtype=dtype).view(shape)
+        tensor = mapped(shape, dtype)
         if CORE is not None:
             CORE.populate(tensor)
         return tensor
+
+
+def mapped(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A host tensor in pages of its own, whatever its size; its bytes are 0."""
+    nbytes = prod(shape) * dtype.itemsize
+    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        region.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype).view(shape)
 
 
 def merge_pages(tensors: Iterable[torch.Tensor]) -> None:
@@ -85,8 +92,13 @@ def merge_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 @contextmanager
-def allocating(what: str, nbytes: int, layer: int | None = None) -> Iterator[None]:
-    """Make a failed allocation inside the block a :class:`CapacityError` that says what for."""
+def allocating(
+    what: str, nbytes: int, layer: int | None = None, predicted_peak: int | None = None
+) -> Iterator[None]:
+    """Make a failed allocation inside the block a :class:`CapacityError` that says what for.
+
+    ``predicted_peak`` is what the plan had said of the whole load, in bytes.
+    """
     try:
         yield
     except LoaderError:
@@ -95,13 +107,30 @@ def allocating(what: str, nbytes: int, layer: int | None = None) -> Iterator[Non
         raise CapacityError(
             f"memory for {what} could not be allocated",
             layer=layer,
-            expected=f"{nbytes} bytes",
+            expected=f"{nbytes} bytes"
+            + (f" of a predicted peak of {predicted_peak} bytes" if predicted_peak else ""),
             found=f"{type(error).__name__}: {error}",
         ) from error
 
 
 @contextmanager
-def nothing_kept() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
+    """Put off the collector of cycles: a header's worth of small objects makes it walk all others.
+
+    What the block makes is kept as columns, and holds no cycles.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def nothing_kept(on_card: bool = False) -> Iterator[None]:
     """An error that leaves the block keeps no memory: not in its frames, not in the allocator.
 
     Where Python itself ran out of memory, that becomes a :class:`CapacityError`.
@@ -112,6 +141,8 @@ def nothing_kept() -> Iterator[None]:
     except BaseException as error:
         clear_frames(error, handled)
         return_to_system()
+        if on_card and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         if isinstance(error, MemoryError):
             raise CapacityError("memory ran out", found=str(error) or None) from error
         raise

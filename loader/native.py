@@ -1,24 +1,26 @@
 """Operators: the calls that implementations serve, and which implementation serves a device.
 
 Each schema is defined once, here. On the CPU the native core serves where it was built, else the
-reference, which stays the oracle of all others (:func:`serving`). A device without an
-implementation is refused, never served by another.
+reference, which stays the oracle of all others (:func:`serving`). On a card the CUDA core serves
+where it has code for the card's architecture. A device without an implementation is refused, never
+served by another.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from loader.bank import LayerSpec
+from loader import card_serving
 from loader.core import CORE, WHY_NO_CORE
+from loader.cuda_core import index_of
 from loader.errors import UnsupportedError
 from loader.host import HostRoutes
+from loader.implementation import Implementation as Implementation
 from loader.reference import TEMPORARY_BYTES, convert, routes
 from loader.reference import linear as reference_linear
 from loader.reference.findings import FIELDS
@@ -44,52 +46,6 @@ _LIBRARY.define(
     "linear(Tensor(a!) out, Tensor(b!) scratch, Tensor x, Tensor? bias, Tensor[] banks, "
     "int[] spec, int[] routes) -> ()"
 )
-
-Write = Callable[
-    [torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor, list[int]], torch.Tensor
-]
-Finish = Callable[[Sequence[torch.Tensor], torch.Tensor, list[int]], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """Code that serves the operators on one kind of device.
-
-    ``dtypes`` are activation dtypes; ``routes`` what it can run; ``kinds`` and ``layouts`` the
-    banks that its fast routes read; ``temporary_bytes`` bounds what converting takes beside the
-    staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
-    ``threads`` buffers of ``buffer_bytes`` each. ``fp32_scales`` says that it converts int4 scales
-    of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)``
-    is the scratch that steps of up to so many tokens need. ``linear`` and
-    ``linear_scratch_bytes(spec, tokens)`` serve linears from banks, ``dequantize(out, bank, slot,
-    tiles, banks, spec)`` gives weights fp32; None where the code has none.
-    """
-
-    name: str
-    device_type: str
-    dtypes: tuple[torch.dtype, ...]
-    routes: tuple[str, ...]
-    kinds: tuple[str, ...]
-    layouts: tuple[str, ...]
-    group_multiple: int
-    temporary_bytes: int
-    write: Write
-    finish: Finish
-    moe: Callable[..., None]
-    scratch_bytes: Callable[[Sequence[LayerSpec], int, int], int]
-    linear: Callable[..., None] | None = None
-    linear_scratch_bytes: Callable[[list[int], int], int] | None = None
-    dequantize: Callable[..., None] | None = None
-    read: Callable[..., torch.Tensor] | None = None
-    threads: int = 1
-    buffer_bytes: int = 0
-    fp32_scales: bool = False
-
-    @property
-    def reads_files(self) -> bool:
-        """True where ``read`` takes bytes from a local file itself."""
-        return self.read is not None
-
 
 REFERENCE = Implementation(
     name="reference",
@@ -147,7 +103,29 @@ _SERVING: dict[str, Implementation] = {"cpu": HOST or REFERENCE}
 
 def implementation_for(device: torch.device) -> Implementation | None:
     """The implementation that serves a device, or None where nothing does."""
-    return _SERVING.get(device.type)
+    serving = _SERVING.get(device.type)
+    if serving is None and device.type == "cuda":
+        return card_serving.of_device(device)[0]
+    return serving
+
+
+def why_nothing_serves(device: torch.device) -> str:
+    """Why :func:`implementation_for` has none; empty where there is no more to say."""
+    return card_serving.of_device(device)[1] if device.type == "cuda" else ""
+
+
+def _serving(device: torch.device) -> Implementation:
+    """What serves tensors on a device; a device without an implementation is refused."""
+    implementation = _SERVING.get(device.type)
+    if implementation is None and device.type == "cuda":
+        implementation = card_serving.of_card(index_of(device))[0]
+    if implementation is None:
+        raise UnsupportedError(
+            "this build has no native code for the device",
+            expected="an implementation for the device",
+            found=f"device {device}: {why_nothing_serves(device)}",
+        )
+    return implementation
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -182,12 +160,15 @@ def serving(implementation: Implementation) -> Iterator[None]:
 
     For comparisons and tests; plans and layers made inside keep the routes they were given.
     """
-    before = _SERVING[implementation.device_type]
+    before = _SERVING.get(implementation.device_type)
     _SERVING[implementation.device_type] = implementation
     try:
         yield
     finally:
-        _SERVING[implementation.device_type] = before
+        if before is None:
+            del _SERVING[implementation.device_type]
+        else:
+            _SERVING[implementation.device_type] = before
 
 
 def _write(
@@ -197,7 +178,7 @@ def _write(
     cache: torch.Tensor,
     spec: list[int],
 ) -> torch.Tensor:
-    return _SERVING["cpu"].write(chunk, descriptors, banks, cache, spec)
+    return _serving(banks[0].device).write(chunk, descriptors, banks, cache, spec)
 
 
 def _read(
@@ -209,18 +190,19 @@ def _read(
     buffers: torch.Tensor,
     spec: list[int],
 ) -> torch.Tensor:
-    serve = _SERVING["cpu"].read
+    implementation = _serving(banks[0].device)
+    serve = implementation.read
     if serve is None:
         raise UnsupportedError(
             "this implementation converts from memory only",
             expected="an implementation that reads files",
-            found=_SERVING["cpu"].name,
+            found=implementation.name,
         )
     return serve(file, file_bytes, descriptors, banks, cache, buffers, spec)
 
 
 def _finish(banks: Sequence[torch.Tensor], cache: torch.Tensor, spec: list[int]) -> torch.Tensor:
-    return _SERVING["cpu"].finish(banks, cache, spec)
+    return _serving(banks[0].device).finish(banks, cache, spec)
 
 
 def _moe(
@@ -236,7 +218,7 @@ def _moe(
 ) -> None:
     # Inference only: the reference must not record what the native core cannot.
     with torch.no_grad():
-        serve = _SERVING["cpu"].moe
+        serve = _serving(x.device).moe
         serve(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
 
 
@@ -249,12 +231,13 @@ def _linear(
     spec: list[int],
     routes: list[int],
 ) -> None:
-    serve = _SERVING["cpu"].linear
+    implementation = _serving(x.device)
+    serve = implementation.linear
     if serve is None:
         raise UnsupportedError(
             "this implementation serves no linear from a bank",
             expected="a linear that is dequantized",
-            found=_SERVING["cpu"].name,
+            found=implementation.name,
         )
     with torch.no_grad():
         serve(out, scratch, x, bias, banks, spec, routes)
@@ -267,7 +250,8 @@ for _name, _kernel in (
     ("moe", _moe),
     ("linear", _linear),
 ):
-    _LIBRARY.impl(_name, _kernel, "CPU")
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _kernel, _key)
 
 
 @torch.library.register_fake("qpn::write", lib=_LIBRARY)

@@ -20,15 +20,17 @@ from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarde
 from loader.crossover import Crossovers, Share
 from loader.experts import LayerFacts, LoadedExperts, PreparedExperts
 from loader.layer_plan import LayerPlan, scale_dtypes
+from loader.ledger import Ledger
 from loader.lifecycle import Lifecycle, Observer
 from loader.native import log_missing_core
 from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
-from loader.report import LayerMeasured, LoadReport, MemoryMeasured
-from loader.route import FAST_ROUTES
+from loader.report import LayerMeasured, LoadReport
+from loader.ring import Ring
+from loader.route import fallbacks
 from loader.scale_planes import ScalePlanes
 from loader.shard import Shard
-from loader.stream import DirectReads, Filled, Lent, ReadAhead, Scheduled, Staging
+from loader.stream import Delivered, Reader, Scheduled, Staging, open_reader, open_staging
 from loader.verdict import Judge
 from loader.workspace import Workspace
 
@@ -108,7 +110,7 @@ def load_with(
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.
-    with memory.nothing_kept():
+    with memory.nothing_kept(on_card=str(device).startswith("cuda")):
         opened = locate(source, revision)
         try:
             make_plan = partial(
@@ -120,9 +122,9 @@ def load_with(
                 staging_bytes=staging_bytes,
                 card_memory=card_memory,
             )
-            return load_plan(
-                make_plan(open_checkpoint(opened, families)), observers, baseline, began, peers
-            )
+            with memory.uncollected():
+                plan = make_plan(open_checkpoint(opened, families))
+            return load_plan(plan, observers, baseline, began, peers)
         finally:
             if opened is not source:
                 opened.close()
@@ -167,19 +169,20 @@ class _Load:
     ) -> None:
         self.plan = plan
         self.share: Share = (lambda tokens: tokens) if peers is None else peers.share
-        self.baseline = baseline
         self.began = began
         self.lifecycle = Lifecycle([layer.layer for layer in plan.layers], observers, began)
         self.measured = {layer.layer: LayerMeasured() for layer in plan.layers}
         self.modules: dict[int, PreparedExperts] = {}
         self.nonfinite: list[str] = []
         self.bytes_read = 0
-        self.peak = memory.HostPeak()
+        self.ledger = Ledger(plan, baseline)
+        self.allocating = partial(memory.allocating, predicted_peak=plan.predicted_peak)
         self.workspace: Workspace | None = None
         self.crossovers: Crossovers | None = None
-        self.staging: Staging | None = None
-        self.reader: ReadAhead | DirectReads | None = None
+        self.staging: Staging | Ring | None = None
+        self.reader: Reader | None = None
         self.banks: LayerBanks | None = None
+        self.banks_ahead: dict[int, LayerBanks] = {}
         self.cache: ConversionCache | None = None
 
     def run(self) -> LoadedExperts:
@@ -187,47 +190,54 @@ class _Load:
         plan = self.plan
         for layer in plan.layers:
             self.lifecycle.enter(layer.layer, "planned", plan.read_bytes(layer.layer))
-        with self.peak:
-            with memory.allocating("the workspace", plan.workspace_bytes):
+        with self.ledger:
+            with self.allocating("the workspace", plan.workspace_bytes):
                 self.workspace = Workspace(
                     plan.scratch_bytes,
                     plan.layers[0].part.expert_ids,
                     plan.checkpoint.model.experts,
                     plan.device,
                 )
-            self.crossovers = Crossovers(
-                plan.implementation, self.workspace, plan.top_k, self.share
-            )
-            self.staging = Staging(plan.buffers, plan.buffer_bytes)
-            reads = DirectReads if plan.direct else ReadAhead
-            self.reader = reads(plan.checkpoint.source, plan.checkpoint.catalog.files, self.staging)
+            code, top_k = plan.implementation, plan.top_k
+            self.crossovers = Crossovers(code, self.workspace, top_k, self.share)
+            if self.ledger.on_card:
+                # While bytes stream, an allocation waits for the card, and then the ring for it.
+                for layer in plan.layers:
+                    self.banks_ahead[layer.layer] = self._allocate(layer)
+            self.staging = open_staging(plan)
+            self.reader = open_reader(plan, self.staging)
             stream = self.reader.stream(self._schedule())
             for layer in plan.layers:
                 self._layer(layer, stream)
+            seconds = time.perf_counter() - self.began
             uss = memory.host_uss()
             self.reader.close()
             self.staging.close()
             memory.return_to_system()
-        seconds = time.perf_counter() - self.began
         experts = LoadedExperts(self.modules, self._report(seconds, uss))
         self._log_routes()
         _LOG.info("%s", experts.report.memory_line())
         return experts
 
+    def _allocate(self, layer: LayerPlan) -> LayerBanks:
+        with self.allocating("the banks", layer.spec.nbytes(), layer.layer):
+            return LayerBanks.allocate(layer.spec, self.plan.device, layer.zero_point)
+
     def _schedule(self) -> Iterator[Scheduled]:
         for layer in self.plan.layers:
-            chunks = layer.chunks(self.plan.chunk_limit)
+            chunks = self.plan.chunks(layer)
             for number, chunk in enumerate(chunks, 1):
                 yield Scheduled(layer.layer, chunk, number == len(chunks))
 
-    def _layer(self, layer: LayerPlan, stream: Iterator[Filled | Lent]) -> None:
+    def _layer(self, layer: LayerPlan, stream: Iterator[Delivered]) -> None:
         plan, measured = self.plan, self.measured[layer.layer]
         number = layer.layer
         self.lifecycle.enter(number, "reading")
         nbytes = layer.spec.nbytes()
-        with memory.allocating("the banks", nbytes, number):
-            self.banks = LayerBanks.allocate(layer.spec, plan.device, layer.zero_point)
+        self.banks = self.banks_ahead.pop(number, None) or self._allocate(layer)
+        with self.allocating("the conversion cache", plan.conversion_bytes, number):
             self.cache = ConversionCache(layer.spec, plan.device)
+        self.ledger.after_allocation()
         converter = LayerConverter(self.banks, self.cache)
         catalog = plan.checkpoint.catalog
         judge = Judge(
@@ -254,7 +264,7 @@ class _Load:
         layer: LayerPlan,
         converter: LayerConverter,
         judge: Judge,
-        stream: Iterator[Filled | Lent],
+        stream: Iterator[Delivered],
     ) -> None:
         number, measured = layer.layer, self.measured[layer.layer]
         planes = ScalePlanes(converter)
@@ -272,11 +282,12 @@ class _Load:
             self.bytes_read += filled.scheduled.chunk.bytes_read
             # The buffer behind `filled` is read into again as soon as the stream goes on.
             del filled, convert
-            self.peak.sample()
+            self.ledger.after_chunk()
             self.lifecycle.enter(number, "reading", consumed)
         self.lifecycle.enter(number, "converting", 0)
         started = time.perf_counter()
-        self.nonfinite += judge.after_finish(guarded(number, converter.finish))
+        found = guarded(number, converter.finish), guarded(number, converter.spots)
+        self.nonfinite += judge.after_layer(*found, layer.pieces)
         measured.convert_seconds += time.perf_counter() - started
 
     def _module(self, layer: LayerPlan, banks: LayerBanks) -> PreparedExperts:
@@ -300,23 +311,14 @@ class _Load:
     def _report(self, seconds: float, uss: int) -> LoadReport:
         assert self.workspace is not None
         tensors = [tensor for module in self.modules.values() for tensor in module.banks()]
-        measured = MemoryMeasured(
-            resident=memory.storage_bytes([*tensors, *self.workspace.tensors()]),
-            baseline=self.baseline.anonymous,
-            peak=self.peak.anonymous,
-            after=memory.host_memory().anonymous,
-            host_anonymous_peak=self.peak.anonymous,
-            host_file_peak=self.peak.file,
-            host_file_baseline=self.baseline.file,
-            host_uss_peak=uss,
-        )
+        tensors += self.workspace.tensors()
         planned = self.plan.to_dict()
         for entry in planned["layers"]:
             entry["scale_dtypes"] = scale_dtypes(self.modules[entry["layer"]].spec)
         return LoadReport(
             planned=planned,
             layers=self.measured,
-            memory=measured,
+            memory=self.ledger.measured(tensors, uss, self.staging),
             seconds=seconds,
             bytes_read=self.bytes_read,
             nonfinite=tuple(self.nonfinite),
@@ -325,17 +327,13 @@ class _Load:
     def _log_routes(self) -> None:
         """One warning for each distinct reason that a fast route was not admitted."""
         log_missing_core()
-        reasons: dict[str, list[int]] = {}
-        for layer in self.plan.layers:
-            for fast, route in zip(FAST_ROUTES, layer.routes, strict=False):
-                if route.route == "legacy" and self.plan.policy.switch(fast) != "off":
-                    reasons.setdefault(route.reason, []).append(layer.layer)
-        for reason, layers in reasons.items():
+        routes = {layer.layer: layer.routes for layer in self.plan.layers}
+        for reason, layers in fallbacks(routes, self.plan.policy).items():
             _LOG.warning("layers %s run the legacy route: %s", sorted(set(layers)), reason)
 
     def abandon(self) -> None:
         """Drop everything after a failure: banks of finished layers, cache, staging, reader."""
-        self.peak.stop()
+        self.ledger.stop()
         if self.reader is not None:
             self.reader.close()
         if self.staging is not None:
@@ -343,6 +341,7 @@ class _Load:
         if self.cache is not None:
             self.cache.discard()
         self.modules.clear()
+        self.banks_ahead.clear()
         self.crossovers = None
         self.workspace = self.staging = self.reader = self.banks = self.cache = None
         # Last: whatever an observer does now, the memory is back.

@@ -20,7 +20,8 @@ from loader.checkpoint.family import FAMILIES, Family, layer_of
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.hub import locate
 from loader.checkpoint.source import Source
-from loader.converter import cache_bytes
+from loader.chunks import Chunk
+from loader.converter import cache_bytes, card_cache_bytes
 from loader.errors import CapacityError
 from loader.layer_choice import DENSE, SkippedLayer, choose_layers
 from loader.layer_plan import LayerPlan, plan_layer
@@ -28,6 +29,7 @@ from loader.native import Implementation, implementation_for
 from loader.pieces import BUFFER_QUANTUM, Places, minimum_staging
 from loader.policy import Policy, ResolvedPolicy
 from loader.render import plan_text
+from loader.ring import KEPT_BYTES, PARTS, RingShape, ring_shape
 from loader.room import Room, room_of
 from loader.route import known_device, require_implementation
 from loader.shard import Shard
@@ -50,6 +52,7 @@ class Plan:
     skipped: tuple[SkippedLayer, ...]
     staging_limit: int
     room: Room
+    _kept: dict[int, list[Chunk]] = field(default_factory=dict, repr=False)
 
     @property
     def top_k(self) -> int:
@@ -76,28 +79,40 @@ class Plan:
     @property
     def chunk_limit(self) -> int:
         """Most bytes of one chunk: the staging budget shared by the read buffers."""
-        return self.staging_limit // BUFFERS // BUFFER_QUANTUM * BUFFER_QUANTUM
+        parts = BUFFERS if self.implementation.card is None else PARTS
+        return self.staging_limit // parts // BUFFER_QUANTUM * BUFFER_QUANTUM
+
+    @cached_property
+    def ring(self) -> RingShape | None:
+        """The staging ring of a load to a card; None on the host."""
+        if self.implementation.card is None:
+            return None
+        largest = max((largest for largest, _ in self._reads.values()), default=0)
+        return ring_shape(self.staging_limit, largest, self.implementation.threads, self.direct)
+
+    def chunks(self, layer: LayerPlan) -> list[Chunk]:
+        """The reads of one layer; those that were kept are handed out once."""
+        return self._kept.pop(layer.layer, None) or layer.chunks(self.chunk_limit)
 
     @cached_property
     def _reads(self) -> dict[int, tuple[int, int]]:
         """For each layer: bytes of its largest chunk, bytes read in all."""
+        reads, room = {}, KEPT_BYTES if self.implementation.card is not None else 0
         try:
-            return {
-                layer.layer: (
-                    max(chunk.buffer_bytes for chunk in chunks),
-                    sum(chunk.bytes_read for chunk in chunks),
-                )
-                for layer in self.layers
-                if (chunks := layer.chunks(self.chunk_limit))
-            }
+            for layer in self.layers:
+                chunks = layer.chunks(self.chunk_limit)
+                read = sum(chunk.bytes_read for chunk in chunks)
+                reads[layer.layer] = (max(chunk.buffer_bytes for chunk in chunks), read)
+                room -= sum(chunk.pieces.nbytes for chunk in chunks)
+                if room >= 0:
+                    self._kept[layer.layer] = chunks
+            return reads
         except CapacityError as error:
-            # The layer at hand knows what it needs; the user needs what serves them all.
-            least = max(minimum_staging(layer.pieces(), BUFFERS) for layer in self.layers)
-            raise CapacityError(
-                error.what,
-                expected=f"at least {least} bytes",
-                found=f"{self.staging_limit} bytes",
-            ) from None
+            parts = BUFFERS if self.implementation.card is None else PARTS
+            least = max(minimum_staging(layer.pieces(), parts) for layer in self.layers)
+            found = f"{self.staging_limit} bytes"
+            wanted = f"at least {least} bytes"
+            raise CapacityError(error.what, expected=wanted, found=found) from None
 
     @property
     def direct(self) -> bool:
@@ -106,10 +121,7 @@ class Plan:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Size of one read buffer, within the staging budget.
-
-        The largest chunk; where native code reads, what each thread converts at a time.
-        """
+        """Size of one read buffer: the largest chunk, or what a native thread converts at once."""
         if not self.direct:
             return max((largest for largest, _ in self._reads.values()), default=0)
         # Gate and up are read together.
@@ -131,26 +143,23 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """The staging ring as it will be allocated."""
-        return self.buffers * self.buffer_bytes
+        """The staging ring as it will be allocated, on the host and on the card together."""
+        return self.buffers * self.buffer_bytes if self.ring is None else self.ring.nbytes
 
     @cached_property
     def conversion_bytes(self) -> int:
         """Most that converting one layer takes: its cache, its tables, the temporaries."""
-        return max(
-            (
-                cache_bytes(layer.spec)
-                + 3 * layer.pieces().nbytes
-                + self.implementation.temporary_bytes
-                for layer in self.layers
-            ),
-            default=0,
-        )
+        spare = self.implementation.temporary_bytes
+        if self.ring is not None:  # the tables stay on the host
+            return spare + max((card_cache_bytes(layer.spec) for layer in self.layers), default=0)
+        sizes = (cache_bytes(layer.spec) + 3 * layer.pieces().nbytes for layer in self.layers)
+        return spare + max(sizes, default=0)
 
     @property
     def predicted_peak(self) -> int:
-        """Most that the load will hold above what the process held before it."""
-        return self.resident_bytes + self.staging_bytes + self.conversion_bytes
+        """Most that the load will hold on its card above what was held before it."""
+        staging = self.staging_bytes if self.ring is None else self.ring.card_bytes
+        return self.resident_bytes + staging + self.conversion_bytes
 
     @property
     def card_bytes(self) -> int:
@@ -288,7 +297,7 @@ def plan_cards(
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     chosen = None if layers is None else list(layers)
-    with memory.nothing_kept():
+    with memory.nothing_kept(), memory.uncollected():
         opened = locate(source, revision)
         try:
             checkpoint = open_checkpoint(opened, families)

@@ -96,6 +96,7 @@ def _memory_parts(report: Report) -> Parts:
         ("host file-backed, peak", m["host_file_peak"]),
         ("host USS (psutil), peak", m["host_uss_peak"]),
     ]
+    rows += _card_rows(m)
     sized = [(name, human_bytes(count), f"{count:,}") for name, count in rows]
     releases = sum(layer["releases"] for layer in report["layers"])
     speed = (
@@ -104,8 +105,29 @@ def _memory_parts(report: Report) -> Parts:
         f"{len(report['layers'])} layers."
     )
     warned = [f"Kept under nonfinite='warn': {line}" for line in report["nonfinite"]]
+    pageable = (m["counters"] or {}).get("why_pageable")
+    warned += [f"Staging is pageable memory: {pageable}."] if pageable else []
     title = f"Memory on {report['device']}"
     return [Table(title, ("", "size", "bytes"), sized, _TEXT), speed, *warned]
+
+
+def _card_rows(memory: Report) -> list[tuple[str, int]]:
+    """What a card's counters say after the load, and what their differences are."""
+    counters = memory["counters"]
+    if counters is None:
+        return []
+    rows = [
+        ("host pinned", memory["host_pinned"]),
+        ("card: allocated", memory["allocated"]),
+        ("  of it rounding by this load", counters["rounding"]),
+        ("card: reserved by the allocator", memory["reserved"]),
+        ("  of it unused", counters["unused"]),
+        ("card: used, as the driver says", memory["device_used"]),
+        ("  of it not the allocator's", counters["foreign"]),
+    ]
+    if counters["nvml_used"] is not None:
+        rows.append(("card: used, as NVML says", counters["nvml_used"]))
+    return rows
 
 
 def total_bytes(report: Report) -> dict[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loader.card import CardMemory, CardPeak, nvml_used
 from loader.render import load_text
 from loader.route import RouteRange
 from loader.table import human_bytes
@@ -26,12 +27,52 @@ class LayerMeasured:
     """What serves the layer, where that was measured; else empty, and the plan's routes hold."""
 
 
+@dataclass(frozen=True)
+class CardMeasured:
+    """Counters of a card before, during and after one load, in bytes; see ``loader/card.py``.
+
+    ``nvml_used`` is None without NVML; ``why_pageable`` says why staging was not pinned, or "".
+    """
+
+    baseline: CardMemory
+    peak: CardMemory
+    after: CardMemory
+    nvml_used: int | None = None
+    why_pageable: str = ""
+
+    @property
+    def rounding(self) -> int:
+        """What the allocator added to this load's requests to fill its blocks."""
+        before = self.baseline.allocated - self.baseline.requested
+        return self.after.allocated - self.after.requested - before
+
+    @property
+    def unused(self) -> int:
+        """What the allocator holds beyond what is allocated: for whoever asks next."""
+        return self.after.reserved - self.after.allocated
+
+    @property
+    def foreign(self) -> int:
+        """Used, but not by the allocator: CUDA's context, loaded kernels, other processes."""
+        return self.after.used - self.after.reserved
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``counters`` object of the report."""
+        return {
+            **asdict(self),
+            "rounding": self.rounding,
+            "unused": self.unused,
+            "foreign": self.foreign,
+        }
+
+
 @dataclass
 class MemoryMeasured:
     """Measured memory of one load, in bytes, each by the counter that its name says.
 
     ``baseline``, ``peak`` and ``after`` are anonymous + shared resident memory of the process on
-    the host, allocated bytes on a card. Device counters are None on the host.
+    the host, bytes requested of the allocator on a card. Device counters are None on the host, and
+    as the load left them on a card.
     """
 
     resident: int = 0
@@ -46,6 +87,21 @@ class MemoryMeasured:
     host_file_peak: int = 0
     host_file_baseline: int = 0
     host_uss_peak: int = 0
+    counters: CardMeasured | None = None
+
+    def use_card(self, peak: CardPeak, pinned_bytes: int, why_pageable: str) -> None:
+        """Put a card's counters in place of the host's."""
+        after = peak.sample()
+        self.baseline, self.peak = peak.baseline.requested, peak.highest.requested
+        self.after, self.host_pinned = after.requested, pinned_bytes
+        self.allocated, self.reserved, self.device_used = (
+            after.allocated,
+            after.reserved,
+            after.used,
+        )
+        self.counters = CardMeasured(
+            peak.baseline, peak.highest, after, nvml_used(peak.device), why_pageable
+        )
 
     @property
     def overhead(self) -> int:
@@ -82,6 +138,8 @@ class LoadReport:
             settled = {"routes": [r.to_dict() for r in measured.routes]} if measured.routes else {}
             layers.append({**entry, **settled, "seconds": seconds, "releases": measured.releases})
         memory = {**self.planned["memory"], **asdict(self.memory), "overhead": self.memory.overhead}
+        counters = self.memory.counters
+        memory["counters"] = None if counters is None else counters.to_dict()
         return {
             **self.planned,
             "layers": layers,

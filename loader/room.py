@@ -39,7 +39,9 @@ class Room:
 def room_of(device: torch.device) -> Room:
     """What a card has left: the driver's figure for a GPU, the least limit of the host."""
     if device.type != "cpu":
-        return Room(int(torch.cuda.mem_get_info(device)[0]), f"free memory of {device}")
+        # What the allocator keeps for later is ours to use, whatever the driver says.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Room(int(torch.cuda.mem_get_info(device)[0]) + kept, f"free memory of {device}")
     available = Room(int(psutil.virtual_memory().available), "available memory of the machine")
     rooms = [available, *group_rooms(GROUPS_FILE, GROUPS_MOUNT), *_address_space()]
     return min(rooms, key=lambda room: room.nbytes)

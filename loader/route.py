@@ -6,7 +6,7 @@ model or of a path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from loader.bank import LayerSpec
 from loader.errors import PolicyError, UnsupportedError
-from loader.native import Implementation
+from loader.native import Implementation, why_nothing_serves
 from loader.policy import ResolvedPolicy
 
 DEFAULT_GROUPED_MAX_TOKENS = 8
@@ -78,13 +78,24 @@ NEEDS: tuple[Need, ...] = (
 
 
 def known_device(device: str | torch.device) -> torch.device:
-    """The device of that name; :class:`UnsupportedError` where torch knows none."""
+    """The device of that name; :class:`UnsupportedError` where torch knows none.
+
+    A card gets its number: the current one where the name has none.
+    """
     try:
-        return torch.device(device)
+        known = torch.device(device)
     except RuntimeError as error:
         raise UnsupportedError(
             "no such device", expected="cpu, cuda or cuda:N", found=repr(device)
         ) from error
+    if known.type != "cuda" or not torch.cuda.is_available():
+        return known
+    count = torch.cuda.device_count()
+    if known.index is not None and known.index >= count:
+        raise UnsupportedError(
+            "no such device", expected=f"cuda:0 to cuda:{count - 1}", found=repr(str(device))
+        )
+    return torch.device("cuda", torch.cuda.current_device() if known.index is None else known.index)
 
 
 def require_implementation(
@@ -96,7 +107,7 @@ def require_implementation(
             "this build has no native code for the device, and the reference never stands in on "
             "a card",
             expected="an implementation for the device, or device='cpu'",
-            found=f"device {device}",
+            found=f"device {device}" + (f": {why}" if (why := why_nothing_serves(device)) else ""),
         )
     return implementation
 
@@ -189,3 +200,15 @@ def limits(ranges: Sequence[RouteRange]) -> list[int]:
     """What the operator takes: last token count of qpn_m1 and of qpn_grouped, 0 for off."""
     last = {r.route: r.last or 0 for r in ranges}
     return [last.get(route, 0) for route in FAST_ROUTES]
+
+
+def fallbacks(
+    routes: Mapping[int, Sequence[RouteRange]], policy: ResolvedPolicy
+) -> dict[str, list[int]]:
+    """Layers by the reason that they lack a fast route which was not turned off."""
+    reasons: dict[str, list[int]] = {}
+    for layer, ranges in routes.items():
+        for fast, route in zip(FAST_ROUTES, ranges, strict=False):
+            if route.route == "legacy" and policy.switch(fast) != "off":
+                reasons.setdefault(route.reason, []).append(layer)
+    return reasons

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from loader.converter import LayerConverter
 from loader.core import DescriptorError
 from loader.errors import CheckpointError, ConversionError, LoaderError
 from loader.pieces import Pieces, descriptors_of
+from loader.plan import Plan
+from loader.ring import Ring
 
 
 class Staging:
@@ -39,6 +42,10 @@ class Staging:
     def table(self) -> torch.Tensor:
         """All buffers as uint8 (buffers, bytes), for code that takes one for each thread."""
         return self._table
+
+    def arrived(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A filled buffer where the converter takes it: as it is, on the host."""
+        return buffer
 
     def close(self) -> None:
         """Drop the buffers; may be called again."""
@@ -91,7 +98,7 @@ class ReadAhead:
     The chunk ahead may belong to the next layer, which then is read before this one is released.
     """
 
-    def __init__(self, source: Source, files: Sequence[str], staging: Staging) -> None:
+    def __init__(self, source: Source, files: Sequence[str], staging: Staging | Ring) -> None:
         self._source = source
         self._files = files
         self._staging = staging
@@ -111,7 +118,7 @@ class ReadAhead:
             following = next(schedule, None)
             future = self._submit(following, turn + 1)
             buffer = self._staging.buffer(turn, current.chunk.buffer_bytes)
-            filled = [Filled(current, buffer, seconds)]
+            filled = [Filled(current, self._staging.arrived(buffer), seconds)]
             del buffer
             # Popped, so that this frame holds no view while the caller converts.
             yield filled.pop()
@@ -231,3 +238,112 @@ class DirectReads:
 
     def close(self) -> None:
         """Nothing runs beside the caller."""
+
+
+FILES_AT_ONCE = 2
+"""Files that one chunk on its way keeps open: a source may have as few as eight for all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """One chunk on its way into a ring; its files are open until it is taken."""
+
+    scheduled: Scheduled
+    place: int
+    ring: Ring
+    files: dict[int, str]
+    opened: ExitStack
+    read_seconds: float = 0.0
+
+    def convert(self, converter: LayerConverter, name_of: NameOf) -> list[Found]:
+        """Enqueue the conversion of the chunk; what is found stays on the card."""
+        chunk = self.scheduled.chunk
+        data = self.ring.take(self.place, chunk.buffer_bytes, self.files)
+        self.opened.close()
+        found = _found(partial(converter.write, data), chunk.pieces, name_of)
+        self.ring.release(self.place)
+        return [found]
+
+
+class RingReads:
+    """Keeps a ring full: chunks are read and copied while earlier ones are converted.
+
+    The chunks ahead may belong to the next layer, whose banks need not exist yet.
+    """
+
+    def __init__(self, source: Source, files: Sequence[str], ring: Ring) -> None:
+        self._source = source
+        self._files = files
+        self._ring = ring
+        self._ahead: deque[Arriving] = deque()
+
+    def stream(self, schedule: Iterator[Scheduled]) -> Iterator[Arriving]:
+        """Yield chunks in order; each must be converted before the next is asked for."""
+        for turn, scheduled in enumerate(schedule):
+            if len(self._ahead) == self._ring.shape.chunks:
+                yield self._ahead[0]
+                self._ahead.popleft()
+            self._begin(scheduled, turn % self._ring.shape.chunks)
+        while self._ahead:
+            yield self._ahead[0]
+            self._ahead.popleft()
+
+    def _begin(self, scheduled: Scheduled, place: int) -> None:
+        arriving = Arriving(scheduled, place, self._ring, {}, ExitStack())
+        # Kept before its files are opened: whatever fails, close() lets go of them.
+        self._ahead.append(arriving)
+        chunk = scheduled.chunk
+        files = list(dict.fromkeys(read.file for read in chunk.reads))
+        try:
+            for first in range(0, len(files), FILES_AT_ONCE):
+                if first:  # the others of the chunk, before more are opened
+                    self._ring.take(place, chunk.buffer_bytes, arriving.files)
+                    arriving.opened.close()
+                self._submit(arriving, files[first : first + FILES_AT_ONCE])
+        except LoaderError as error:
+            raise error.at(layer=scheduled.layer) from error.__cause__
+
+    def _submit(self, arriving: Arriving, files: Sequence[int]) -> None:
+        """Open some files of a chunk, and begin the reads from them."""
+        chunk = arriving.scheduled.chunk
+        descriptors: dict[int, int] = {}
+        for number in files:
+            name = self._files[number]
+            file = arriving.opened.enter_context(self._source.descriptor(name))
+            descriptors[number] = file
+            arriving.files[file] = name
+        reads = [
+            (descriptors[read.file], read.offset, read.length, read.at)
+            for read in chunk.reads
+            if read.file in descriptors
+        ]
+        self._ring.submit(arriving.place, chunk.buffer_bytes, reads)
+
+    def close(self) -> None:
+        """Wait for the reads in flight, then let go of their files; the ring is closed too."""
+        self._ring.close()
+        while self._ahead:
+            with suppress(LoaderError):  # the load has failed already, or ended
+                self._ahead.popleft().opened.close()
+
+
+Reader = ReadAhead | DirectReads | RingReads
+Delivered = Filled | Lent | Arriving
+
+
+def open_staging(plan: Plan) -> Staging | Ring:
+    """The staging that a plan says; the caller closes it."""
+    core = plan.implementation.card
+    if plan.ring is None or core is None:
+        return Staging(plan.buffers, plan.buffer_bytes)
+    return Ring(core, plan.device, plan.ring)
+
+
+def open_reader(plan: Plan, staging: Staging | Ring) -> Reader:
+    """What brings the chunks of a plan into its staging; the caller closes it first."""
+    source, files = plan.checkpoint.source, plan.checkpoint.catalog.files
+    if not plan.direct:
+        return ReadAhead(source, files, staging)
+    if isinstance(staging, Ring):
+        return RingReads(source, files, staging)
+    return DirectReads(source, files, staging)

@@ -14,6 +14,7 @@ from loader.checkpoint.tables import LayerSource
 from loader.errors import CheckpointError, ConversionError, LoaderError
 from loader.pieces import Pieces, Slice
 from loader.reference.findings import Kind
+from loader.spots import findings_of_spots
 
 _ZEROS = (Role.ZEROS_GN, Role.ZEROS_NG)
 
@@ -112,6 +113,19 @@ class Judge:
             at = self._in_tensor(projection, row, column if bank else column // 2)
             self._judge(Kind(kind), tensor, slot, count, at, value, len(rows))
         return []
+
+    def after_layer(
+        self, closing: torch.Tensor, spots: torch.Tensor | None, pieces: Callable[[], Pieces]
+    ) -> list[str]:
+        """Judge what was found once a layer is whole: ``finish``, and what a card counted.
+
+        ``spots`` is the table of ``loader/spots.py``, or None; ``pieces`` are those of the layer.
+        """
+        if spots is None:
+            return self.after_finish(closing)
+        own = pieces()
+        found, closing = findings_of_spots(spots, own, len(self.part.expert_ids))
+        return self.after_write(found, own) + self.after_finish(closing)
 
     def _in_tensor(self, projection: int, group: int, column: int) -> tuple[int, int]:
         """Where a group and column of this card's slice stand in the tensor of the checkpoint."""

@@ -2,8 +2,8 @@
 #pragma once
 #include <stdint.h>
 
-#include "layout.h"
-#include "numbers.h"
+#include "../device/layout.cuh"
+#include "../device/floats.cuh"
 #include "tiles.h"
 
 namespace qpn {

@@ -2,7 +2,7 @@
 #pragma once
 #include <string>
 
-#include "layout.h"
+#include "../device/layout.cuh"
 
 namespace qpn {
 

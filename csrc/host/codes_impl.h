@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "codes.h"
-#include "layout.h"
+#include "../device/layout.cuh"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif

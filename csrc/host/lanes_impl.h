@@ -3,7 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "numbers.h"
+#include "../device/floats.cuh"
 #include "tiles.h"
 #ifdef __AVX2__
 #include <immintrin.h>

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "numbers.h"
+#include "../device/floats.cuh"
 
 namespace qpn {
 namespace {

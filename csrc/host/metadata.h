@@ -1,6 +1,6 @@
 // Scales, zero points, globals and checks: one source piece at a time, and the closing pass.
 #pragma once
-#include "layout.h"
+#include "../device/layout.cuh"
 
 namespace qpn {
 

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "activations.h"
-#include "layout.h"
+#include "../device/layout.cuh"
 #include "tiles.h"
 
 namespace qpn {

@@ -3,7 +3,7 @@
 #pragma once
 #include <stdint.h>
 
-#include "layout.h"
+#include "../device/layout.cuh"
 
 namespace qpn {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "codes.h"
-#include "layout.h"
+#include "../device/layout.cuh"
 
 namespace qpn {
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from typing import Any
 
@@ -29,12 +29,23 @@ class Excludes:
     entries: tuple[str, ...]
     exact: frozenset[str]
     globs: re.Pattern[str] | None
+    _above: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def select(self, module: str) -> bool:
         """Exactly or by glob."""
         return module in self.exact or (
             self.globs is not None and self.globs.match(module) is not None
         )
+
+    def select_above(self, module: str) -> bool:
+        """Whether any module above is selected; kept, since thousands have the same ones."""
+        parent = module.rpartition(".")[0]
+        if not parent:
+            return False
+        known = self._above.get(parent)
+        if known is None:
+            known = self._above[parent] = self.select(parent) or self.select_above(parent)
+        return known
 
 
 def _excludes(file: str, section: Mapping[str, Any]) -> Excludes:
@@ -81,10 +92,7 @@ class ModelOptDialect:
         """
         by_file = {
             file: frozenset(
-                (
-                    entries.select(module),
-                    entries.select(module) or any(map(entries.select, _ancestors(module))),
-                )
+                (own := entries.select(module), own or entries.select_above(module)),
             )
             for file, entries in self.excludes.items()
         }

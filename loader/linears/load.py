@@ -69,7 +69,7 @@ class LinearLoader:
         self.bytes_read = 0
         self.nonfinite: list[str] = []
         wanted = tuple(plans)
-        self._direct = implementation.reads_files and checkpoint.source.lends_descriptors
+        self._direct = self._run_code.read is not None and checkpoint.source.lends_descriptors
         self._limit, self._buffers, self._buffer_bytes = self._ring(wanted, staging_bytes)
         self.staging_bytes = self._buffers * self._buffer_bytes
         self.conversion_bytes = self._conversion(wanted)
@@ -99,8 +99,8 @@ class LinearLoader:
                 for chunk in build_chunks(split_pieces(plan.pieces(), limit), limit)
             )
             return limit, BUFFERS, largest
-        threads = self._implementation.threads
-        share = min(staging_bytes // threads, self._implementation.buffer_bytes)
+        threads = self._run_code.threads
+        share = min(staging_bytes // threads, self._run_code.buffer_bytes)
         each = max(least, share) // BUFFER_QUANTUM * BUFFER_QUANTUM
         return limit, max(1, min(threads, staging_bytes // each)), each
 
@@ -203,7 +203,8 @@ class LinearLoader:
                 ):
                     self.nonfinite += judge.after_write(findings, pieces)
                 self.bytes_read += filled.scheduled.chunk.bytes_read
-            self.nonfinite += judge.after_finish(guarded(source.layer, converter.finish))
+            found = guarded(source.layer, converter.finish), guarded(source.layer, converter.spots)
+            self.nonfinite += judge.after_layer(*found, plan.pieces)
         finally:
             cache.discard()
         memory.merge_pages(banks.tensors)

@@ -1,8 +1,10 @@
-// Sizes and codes shared by all host code; the Python side of each is named beside it.
+// Sizes and codes shared by all native code; the Python side of each is named beside it.
 #pragma once
-#include <stdint.h>
+#include "macros.cuh"
 
 namespace qpn {
+// Apart from the types of the decode kernels (qpn.cuh), which are called alike in the same library.
+inline namespace layout {
 
 // loader/bank.py
 constexpr int64_t kTile = 32;        // columns of one tile
@@ -56,16 +58,16 @@ struct Bank {
     uint8_t* tensor[3];
     int64_t bytes[3];
 
-    int64_t k_padded() const { return (k + kTile - 1) / kTile * kTile; }
-    int64_t n_padded() const { return (n + kTile - 1) / kTile * kTile; }
-    int64_t k8() const { return k_padded() / kRowsPerWord; }
-    int64_t tiles() const { return n_padded() / kTile; }
-    int64_t groups() const { return (phase + k + group - 1) / group; }
-    int64_t columns() const { return n / projections; }
-    int64_t tile_words() const { return k8() * kTile; }
-    int64_t expert_words() const { return tiles() * tile_words(); }
-    int64_t plane() const { return groups() * n_padded(); }  // metadata entries of one expert
-    int tensors() const {
+    QPN_BOTH int64_t k_padded() const { return (k + kTile - 1) / kTile * kTile; }
+    QPN_BOTH int64_t n_padded() const { return (n + kTile - 1) / kTile * kTile; }
+    QPN_BOTH int64_t k8() const { return k_padded() / kRowsPerWord; }
+    QPN_BOTH int64_t tiles() const { return n_padded() / kTile; }
+    QPN_BOTH int64_t groups() const { return (phase + k + group - 1) / group; }
+    QPN_BOTH int64_t columns() const { return n / projections; }
+    QPN_BOTH int64_t tile_words() const { return k8() * kTile; }
+    QPN_BOTH int64_t expert_words() const { return tiles() * tile_words(); }
+    QPN_BOTH int64_t plane() const { return groups() * n_padded(); }  // metadata entries of one expert
+    QPN_BOTH int tensors() const {
         return kind == kAbsent ? 0 : kind == kPlain ? 1 : (layout == kCompact ? 3 : 2);
     }
 };
@@ -75,9 +77,10 @@ struct Layer {
     Bank bank[2];
     float* cache;  // (experts, 3) fp32: globals of gate, up, down
     int64_t cache_bytes;
-    bool checks_fp16() const {
+    QPN_BOTH bool checks_fp16() const {
         return bank[1].layout == kRecord || bank[1].layout == kWide || fused_bias;
     }
 };
 
+}  // namespace layout
 }  // namespace qpn

@@ -1,0 +1,65 @@
+"""Card serving: which native code serves a card, decided from the card's facts alone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from loader.card import CardFacts, card_facts
+from loader.core import usable_cores
+from loader.cuda_core import CUDA_CORE, WHY_NO_CUDA_CORE, CudaCore, index_of
+from loader.errors import UnsupportedError
+from loader.implementation import Implementation
+from loader.reference import routes
+
+
+def card_implementation(
+    facts: CardFacts, core: CudaCore | None = CUDA_CORE, why: str = WHY_NO_CUDA_CORE
+) -> tuple[Implementation | None, str]:
+    """What serves a card, decided from its facts alone; or None, and why nothing does."""
+    if core is None:
+        return None, why
+    if not core.has_image(facts.architecture):
+        return None, (
+            f"native code was built for {core.images()}, and {facts.name} is "
+            f"sm_{facts.architecture}"
+        )
+    floats = (torch.float16, torch.bfloat16) if facts.has_bf16 else (torch.float16,)
+    return Implementation(
+        name=f"cuda sm_{facts.architecture}",
+        device_type="cuda",
+        dtypes=floats,
+        routes=(),
+        kinds=("int4", "e2m1"),
+        layouts=("compact", "record", "wide"),
+        group_multiple=16,
+        temporary_bytes=_CARD_TEMPORARY_BYTES,
+        write=core.write,
+        finish=core.finish,
+        moe=_no_routes,
+        scratch_bytes=routes.scratch_bytes,
+        threads=usable_cores(),
+        card=core,
+    ), ""
+
+
+def _no_routes(*arguments: object) -> None:
+    raise UnsupportedError("this build has no kernels that run experts on a card")
+
+
+_CARD_TEMPORARY_BYTES = 64 << 10
+"""What the allocator of a card rounds up for the conversion cache and the ring."""
+
+
+@cache
+def of_card(index: int) -> tuple[Implementation | None, str]:
+    """Decided once for each card of a process: every step of a layer asks."""
+    return card_implementation(card_facts(torch.device("cuda", index)))
+
+
+def of_device(device: torch.device) -> tuple[Implementation | None, str]:
+    """What serves a device of CUDA, which need not exist; or None, and why nothing does."""
+    if not torch.cuda.is_available():
+        return None, "PyTorch finds no card"
+    return of_card(index_of(device))

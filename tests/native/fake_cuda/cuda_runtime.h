@@ -1,0 +1,127 @@
+// As much of CUDA's runtime as the ring uses, on the host: a stream is a thread that runs what is
+// enqueued, in order, some time later. For tests of the ring where there is no card.
+#pragma once
+#include <stddef.h>
+#include <string.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#define CUDART_VERSION 0
+#define cudaStreamNonBlocking 1
+#define cudaEventDisableTiming 2
+#define cudaHostRegisterPortable 1
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotReady = 600 };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
+
+inline const char* cudaGetErrorString(cudaError_t) { return "a fault of the fake"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+
+struct FakeEvent {
+    std::mutex mutex;
+    std::condition_variable passed;
+    long recorded = 0, reached = 0;
+};
+using cudaEvent_t = FakeEvent*;
+
+class FakeStream {
+   public:
+    FakeStream() : thread_([this] { run(); }) {}
+    ~FakeStream() {
+        enqueue(nullptr);
+        thread_.join();
+    }
+    void enqueue(std::function<void()> work) {
+        std::lock_guard<std::mutex> hold(mutex_);
+        queue_.push_back(std::move(work));
+        changed_.notify_all();
+    }
+    void synchronize() {
+        std::unique_lock<std::mutex> hold(mutex_);
+        changed_.wait(hold, [&] { return queue_.empty() && !busy_; });
+    }
+
+   private:
+    void run() {
+        for (;;) {
+            std::function<void()> work;
+            {
+                std::unique_lock<std::mutex> hold(mutex_);
+                changed_.wait(hold, [&] { return !queue_.empty(); });
+                work = std::move(queue_.front());
+                queue_.pop_front();
+                busy_ = true;
+            }
+            if (!work) return;
+            work();
+            std::lock_guard<std::mutex> hold(mutex_);
+            busy_ = false;
+            changed_.notify_all();
+        }
+    }
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::deque<std::function<void()>> queue_;
+    bool busy_ = false;
+    std::thread thread_;
+};
+using cudaStream_t = FakeStream*;
+
+inline FakeStream& fake_stream(cudaStream_t stream) {
+    static FakeStream* usual = new FakeStream();
+    return stream == nullptr ? *usual : *stream;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    return *stream = new FakeStream(), cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    return fake_stream(stream).synchronize(), cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    return *event = new FakeEvent(), cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    long mine;
+    {
+        std::lock_guard<std::mutex> hold(event->mutex);
+        mine = ++event->recorded;
+    }
+    fake_stream(stream).enqueue([event, mine] {
+        std::lock_guard<std::mutex> hold(event->mutex);
+        event->reached = mine;
+        event->passed.notify_all();
+    });
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    std::lock_guard<std::mutex> hold(event->mutex);
+    return event->reached == event->recorded ? cudaSuccess : cudaErrorNotReady;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    std::lock_guard<std::mutex> hold(event->mutex);
+    const long wanted = event->recorded;
+    fake_stream(stream).enqueue([event, wanted] {
+        std::unique_lock<std::mutex> hold(event->mutex);
+        event->passed.wait(hold, [&] { return event->reached >= wanted; });
+    });
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t stream) {
+    fake_stream(stream).enqueue([=] {
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+        memcpy(to, from, bytes);
+    });
+    return cudaSuccess;
+}
