@@ -10,7 +10,9 @@ READY := $(VENV)/.ready
 AWQ := fixtures/checkpoints/qwen3moe-awq-gemm-g128
 NVFP4 := fixtures/checkpoints/mixtral-ct08-nvfp4
 
-.PHONY: setup demo test lint sanitize faults fuzz fuzz-record loads-record error-coverage bench-memory bench-load bench-decode clean test-vllm
+.PHONY: setup demo test lint sanitize test-vllm compile-check evidence-check clean
+.PHONY: faults fuzz fuzz-record loads-record error-coverage
+.PHONY: bench-memory bench-load bench-decode bench-cuda-decode
 
 setup: $(READY)
 
@@ -105,6 +107,18 @@ bench-load: setup
 
 bench-decode: setup
 	$(BIN)/python benchmarks/decode.py
+
+bench-cuda-decode: setup
+	$(BIN)/python benchmarks/cuda_decode.py
+
+# Device code for cards that this machine need not have: nvcc on PATH, and NVRTC 12.8 for SM70.
+compile-check: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[compile-check]"
+	$(BIN)/python benchmarks/compile_check.py
+
+# Names the evidence that was taken with other native code.
+evidence-check: setup
+	$(BIN)/python benchmarks/evidence_check.py
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info

@@ -9,9 +9,8 @@ import torch
 from loader.card import CardFacts, card_facts
 from loader.core import usable_cores
 from loader.cuda_core import CUDA_CORE, WHY_NO_CUDA_CORE, CudaCore, index_of
-from loader.errors import UnsupportedError
+from loader.cuda_routes import ROW_MULTIPLE, CudaRoutes
 from loader.implementation import Implementation
-from loader.reference import routes
 
 
 def card_implementation(
@@ -25,27 +24,24 @@ def card_implementation(
             f"native code was built for {core.images()}, and {facts.name} is "
             f"sm_{facts.architecture}"
         )
-    floats = (torch.float16, torch.bfloat16) if facts.has_bf16 else (torch.float16,)
+    kernels = CudaRoutes(core, facts.architecture)
     return Implementation(
         name=f"cuda sm_{facts.architecture}",
         device_type="cuda",
-        dtypes=floats,
-        routes=(),
-        kinds=("int4", "e2m1"),
-        layouts=("compact", "record", "wide"),
-        group_multiple=16,
+        dtypes=kernels.dtypes,
+        routes=kernels.routes,
+        kinds=kernels.kinds,
+        layouts=kernels.layouts,
+        group_multiple=kernels.group_multiple,
         temporary_bytes=_CARD_TEMPORARY_BYTES,
         write=core.write,
         finish=core.finish,
-        moe=_no_routes,
-        scratch_bytes=routes.scratch_bytes,
+        moe=kernels.moe,
+        scratch_bytes=kernels.scratch_bytes,
         threads=usable_cores(),
+        row_multiple=ROW_MULTIPLE,
         card=core,
     ), ""
-
-
-def _no_routes(*arguments: object) -> None:
-    raise UnsupportedError("this build has no kernels that run experts on a card")
 
 
 _CARD_TEMPORARY_BYTES = 64 << 10

@@ -74,6 +74,12 @@ NEEDS: tuple[Need, ...] = (
         lambda code: f"a multiple of {code.group_multiple}",
         lambda spec: f"{spec.w13.group} and {spec.w2.group}",
     ),
+    Need(
+        "sizes",
+        lambda spec, code: all(not bank.k % code.row_multiple for bank in spec.banks),
+        lambda code: f"hidden and intermediate sizes that are multiples of {code.row_multiple}",
+        lambda spec: f"{spec.w13.k} and {spec.w2.k}",
+    ),
 )
 
 

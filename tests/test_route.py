@@ -100,6 +100,7 @@ LACKS: list[tuple[str, LayerSpec, Implementation, str, str]] = [
     ("quantized experts", spec("e2m1"), code(kinds=("int4",)), "int4 codes", "e2m1"),
     ("metadata layout", spec(layout="wide"), code(layouts=("compact",)), "compact", "wide"),
     ("group size", spec(group=48), code(group_multiple=32), "a multiple of 32", "48 and 48"),
+    ("sizes", spec(), code(row_multiple=7), "multiples of 7", "64 and 64"),
 ]
 
 

@@ -27,3 +27,13 @@ typedef unsigned long long uint64_t;
 #else
 #define QPN_ARCH 0
 #endif
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+namespace qpn {
+// Keeps a number in its register: the compiler would rather work it out again in every turn of a loop.
+QPN_DEVICE uint32_t pinned(uint32_t value) {
+    asm volatile("mov.u32 %0, %0;" : "+r"(value));
+    return value;
+}
+}  // namespace qpn
+#endif

@@ -35,7 +35,8 @@ def moe(
 
     ``x``, ``out`` (T, H) fp16, bf16 or fp32; ``topk_ids`` (T, k) int32 or int64, global ids;
     ``topk_weights`` (T, k) any float; ``expert_map`` (E,) int32, slot or -1; ``scratch`` fp32;
-    ``routes`` = [last token count of qpn_m1 (0 or 1), last token count of qpn_grouped (0: off)].
+    ``routes`` = [last token count of qpn_m1 (0 or 1), last token count of qpn_grouped (0: off),
+    family of a card's kernels (0 or absent: the implementation's choice)].
     """
     layer = layer_spec_from_ints(spec)
     tokens = x.shape[0]
@@ -87,13 +88,39 @@ def by_expert(
     for slot in torch.unique(slots[slots >= 0]).tolist():
         token, position = (slots == slot).nonzero(as_tuple=True)
         results[token, position] = _expert(x[token], layer, banks, slot, product)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    _sum_in_router_order(out, slots, weights, results)
+
+
+def _sum_in_router_order(
+    out: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, results: torch.Tensor
+) -> None:
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for position in range(slots.shape[1]):
         # A skipped slot is not multiplied: its weight may be NaN.
         used = (slots[:, position] >= 0).unsqueeze(1)
         weighted = weights[:, position, None].float() * results[:, position].float()
         total += torch.where(used, weighted, 0.0)
     out.copy_(total)
+
+
+def by_every_expert(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    layer: LayerSpec,
+    banks: Sequence[torch.Tensor],
+    product: Product,
+) -> None:
+    """As :func:`by_expert` without asking what is active: each expert takes every token.
+
+    For a step that must not wait for the host; it costs E / k times the products.
+    """
+    results = x.new_zeros((*slots.shape, x.shape[1]))
+    for slot in range(layer.w13.experts):
+        y = _expert(x, layer, banks, slot, product)
+        results = torch.where((slots == slot).unsqueeze(2), y.unsqueeze(1), results)
+    _sum_in_router_order(out, slots, weights, results)
 
 
 def _expert(

@@ -1,0 +1,338 @@
+"""CUDA routes: the ``moe`` operator served by the kernels of a card.
+
+Fast routes enqueue two launches for one token and three for more, and neither allocate nor wait for
+the host, so that a step can be captured in a CUDA graph and replayed with other tokens, experts and
+weights. ``legacy`` dequantizes one expert at a time into the workspace and multiplies with PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints
+from loader.core import NativeError, NativeLayer
+from loader.errors import LoaderError, UnsupportedError
+from loader.reference import routes as reference
+
+FAMILIES = ("host", "quadpair", "m16n8k16")
+"""Families of kernels, as the third number of ``routes``; ``host`` leaves it to the card."""
+
+LEGACY_WORKSPACE_BYTES = 256 << 20
+"""Most weights that ``legacy`` has unpacked at a time."""
+
+LEGACY_CAPTURED_TOKENS = 512
+"""Most tokens of a ``legacy`` step that a CUDA graph can hold."""
+
+ROW_MULTIPLE = 8
+"""H and I are multiples of it: rows of activations are read 16 bytes at a time."""
+
+_FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+
+
+class _Core(Protocol):
+    """What is used of ``loader/cuda_core.py``."""
+
+    library: ctypes.CDLL
+
+    def check(self, code: int, error: NativeError) -> None: ...
+
+
+class _Call(ctypes.Structure):
+    """``MoeCall`` of csrc/launch/moe.h."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "tokens",
+                "top_k",
+                "experts",
+                "dtype",
+                "weight_dtype",
+                "ids_are_64",
+                "family",
+                "in_router_order",
+                "x_bytes",
+                "ids_bytes",
+                "weights_bytes",
+                "expert_map_bytes",
+                "out_bytes",
+                "scratch_bytes",
+            )
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "ids", "weights", "expert_map", "out", "scratch")
+        ),
+    ]
+
+
+def family_of(architecture: int) -> int:
+    """Kernels for an architecture (90 is SM 9.0): an index of :data:`FAMILIES`."""
+    return FAMILIES.index("m16n8k16" if architecture >= 80 else "quadpair")
+
+
+class CudaRoutes:
+    """The ``moe`` operator on cards of one architecture, by one library."""
+
+    routes = ("qpn_m1", "qpn_grouped", "legacy")
+    kinds = ("int4", "e2m1")
+    layouts = ("compact", "record", "wide")
+    group_multiple = 16
+
+    def __init__(self, core: _Core, architecture: int) -> None:
+        self._core = core
+        self.family = family_of(architecture)
+        self.dtypes = (torch.float16, torch.bfloat16) if architecture >= 80 else (torch.float16,)
+        core.library.qpn_cuda_moe_scratch.restype = ctypes.c_int64
+
+    def moe(
+        self,
+        out: torch.Tensor,
+        scratch: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+        routes: list[int],
+    ) -> None:
+        """One MoE layer; see ``loader/reference/routes.py`` for the contract.
+
+        ``routes`` may have a third number, the family of kernels (:data:`FAMILIES`). Everything
+        lies on one card and is contiguous. Raises :class:`LoaderError` before any launch where an
+        argument does not fit.
+        """
+        layer = layer_spec_from_ints(spec)
+        _check(layer, out, scratch, x, topk_ids, topk_weights, expert_map, banks)
+        if not topk_ids.numel():  # no token, or no expert for any: nothing to launch
+            out.zero_()
+            return
+        tokens = x.shape[0]
+        with torch.cuda.device(x.device):
+            if tokens <= routes[0] or 2 <= tokens <= routes[1]:
+                family = (routes[2] if len(routes) > 2 else 0) or self.family
+                self._fast(
+                    out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes, family
+                )
+            else:
+                self._legacy(
+                    out, scratch, x, topk_ids, topk_weights, expert_map, layer, banks, spec
+                )
+
+    def _fast(
+        self,
+        out: torch.Tensor,
+        scratch: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+        routes: list[int],
+        family: int,
+    ) -> None:
+        if x.dtype not in self.dtypes:
+            raise UnsupportedError(
+                "the kernels of this card do not take activations of this dtype",
+                expected=" or ".join(str(dtype) for dtype in self.dtypes),
+                found=x.dtype,
+            )
+        tokens, top_k = topk_ids.shape
+        needed = self._scratch(spec, tokens, top_k)
+        if scratch.nbytes < needed:  # a wider top-k than the plan knew of
+            scratch = torch.empty(needed // 4 + 1, dtype=torch.float32, device=x.device)
+        call = _Call(
+            tokens,
+            top_k,
+            expert_map.numel(),
+            _FLOATS[x.dtype],
+            _FLOATS[topk_weights.dtype],
+            int(topk_ids.dtype == torch.int64),
+            family,
+            int(tokens == 1 and routes[0] == 1),
+            x.nbytes,
+            topk_ids.nbytes,
+            topk_weights.nbytes,
+            expert_map.nbytes,
+            out.nbytes,
+            scratch.nbytes,
+            x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            expert_map.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+        )
+        error = NativeError()
+        code = self._core.library.qpn_cuda_moe(
+            ctypes.byref(call),
+            *NativeLayer(spec, banks).arguments(),
+            _stream(),
+            ctypes.byref(error),
+        )
+        self._core.check(code, error)
+
+    def _scratch(self, spec: list[int], tokens: int, top_k: int) -> int:
+        numbers = (ctypes.c_int64 * len(spec))(*spec)
+        return int(
+            self._core.library.qpn_cuda_moe_scratch(
+                numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k)
+            )
+        )
+
+    def _legacy(
+        self,
+        out: torch.Tensor,
+        scratch: torch.Tensor,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        expert_map: torch.Tensor,
+        layer: LayerSpec,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        slots = reference.local_slots(topk_ids, expert_map)
+        # bf16 holds the range of every weight, and is what one is rounded to under `exact`; fp16
+        # lacks the range, and weights under `fused_bias` are fp16 numbers: products in fp32.
+        halved = x.dtype == torch.bfloat16 and layer.awq_rounding == "exact"
+        unpacked = torch.bfloat16 if halved else torch.float32
+        product = self._product(scratch, banks, spec, unpacked)
+        if not torch.cuda.is_current_stream_capturing():
+            reference.by_expert(out, x, slots, topk_weights, layer, banks, product)
+            return
+        if x.shape[0] > LEGACY_CAPTURED_TOKENS:
+            raise LoaderError(
+                "a legacy step of so many tokens cannot be captured: it asks the host which "
+                "experts are active",
+                expected=f"at most {LEGACY_CAPTURED_TOKENS} tokens in a CUDA graph",
+                found=f"{x.shape[0]} tokens",
+            )
+        reference.by_every_expert(out, x, slots, topk_weights, layer, banks, product)
+
+    def _product(
+        self,
+        scratch: torch.Tensor,
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+        unpacked: torch.dtype,
+    ) -> reference.Product:
+        plain = reference.legacy_product(scratch)
+
+        def product(
+            x: torch.Tensor, layer: LayerSpec, bank: BankSpec, tensors: Tensors, slot: int
+        ) -> torch.Tensor:
+            if bank.kind == "plain":
+                return plain(x, layer, bank, tensors, slot)
+            number = 0 if bank.projections == 2 else 1
+            y = torch.empty((x.shape[0], bank.n), dtype=torch.float32, device=x.device)
+            rows = x.to(unpacked)
+            room = scratch.view(unpacked)
+            each = max(room.numel() // (TILE * bank.k), 1)
+            for first in range(0, bank.n_padded // TILE, each):
+                last = min(first + each, bank.n_padded // TILE)
+                columns = slice(first * TILE, min(last * TILE, bank.n))
+                weights = room[: (columns.stop - columns.start) * bank.k].view(-1, bank.k)
+                self._dequantize(weights, number, slot, (first, last), banks, spec)
+                y[:, columns] = rows @ weights.t()
+            return y
+
+        return product
+
+    def _dequantize(
+        self,
+        weights: torch.Tensor,
+        bank: int,
+        slot: int,
+        tiles: tuple[int, int],
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """Weights of tiles [first, last) of one expert, fp32 or bf16 (columns, K)."""
+        error = NativeError()
+        code = self._core.library.qpn_cuda_dequantize(
+            ctypes.c_int(bank),
+            ctypes.c_int64(slot),
+            ctypes.c_int64(tiles[0]),
+            ctypes.c_int64(tiles[1]),
+            ctypes.c_int(weights.dtype == torch.bfloat16),
+            ctypes.c_void_p(weights.data_ptr()),
+            ctypes.c_int64(weights.nbytes),
+            *NativeLayer(spec, banks).arguments(),
+            _stream(),
+            ctypes.byref(error),
+        )
+        self._core.check(code, error)
+
+    def scratch_bytes(self, layers: Sequence[LayerSpec], tokens: int, top_k: int) -> int:
+        """Scratch that steps of up to ``tokens`` tokens, and ``legacy``, need."""
+        most = 0
+        for layer in layers:
+            for bank in layer.banks:
+                tile = TILE * bank.k * 4
+                whole = bank.n_padded * bank.k * 4
+                most = max(most, tile, min(LEGACY_WORKSPACE_BYTES // tile * tile, whole))
+            if layer.w13.kind in self.kinds:
+                most = max(most, self._scratch(layer.to_ints(), max(tokens, 1), top_k))
+        return -(-most // 16) * 16
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
+def _check(
+    layer: LayerSpec,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor,
+    banks: Sequence[torch.Tensor],
+) -> None:
+    """Raise :class:`LoaderError` for the first argument that does not fit the layer."""
+    tokens, hidden = x.shape[0], layer.w13.k
+    shape = tuple(topk_ids.shape)
+    wanted: tuple[tuple[str, torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
+        ("x", x, (tokens, hidden), tuple(_FLOATS)[:3]),
+        ("out", out, (tokens, hidden), (x.dtype,)),
+        ("topk_ids", topk_ids, (tokens, *shape[1:2]), (torch.int32, torch.int64)),
+        ("topk_weights", topk_weights, shape, tuple(_FLOATS)),
+        ("expert_map", expert_map, (expert_map.numel(),), (torch.int32,)),
+        ("scratch", scratch, (scratch.numel(),), (torch.float32,)),
+    )
+    for name, tensor, sizes, dtypes in wanted:
+        if tuple(tensor.shape) != sizes:
+            _refuse(f"the shape of {name}", sizes, tuple(tensor.shape))
+        if tensor.dtype not in dtypes:
+            _refuse(f"the dtype of {name}", " or ".join(map(str, dtypes)), tensor.dtype)
+        if tensor.device != x.device or tensor.device.type != "cuda":
+            _refuse(f"the device of {name}", "one card for all", tensor.device)
+        if not tensor.is_contiguous():
+            _refuse(f"the strides of {name}", "contiguous", tensor.stride())
+        if name in ("x", "out", "scratch") and tensor.data_ptr() % 16:
+            _refuse(f"the address of {name}", "a multiple of 16", tensor.data_ptr())
+    if len(shape) != 2:
+        _refuse("the shape of topk_ids", "(tokens, k)", shape)
+    specs = [tensor for bank in layer.banks for tensor in bank.tensors()]
+    if [(t.shape, t.dtype) for t in specs] != [(tuple(b.shape), b.dtype) for b in banks]:
+        _refuse("the banks", [t.shape for t in specs], [tuple(b.shape) for b in banks])
+    for bank in banks:
+        if bank.device != x.device or not bank.is_contiguous():
+            _refuse("a bank", f"contiguous on {x.device}", f"{bank.stride()} on {bank.device}")
+    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tensor.data_ptr() < last and first < tensor.data_ptr() + tensor.nbytes:
+            _refuse("out", f"memory apart from {name}", "an overlap")
+
+
+def _refuse(what: str, expected: object, found: object) -> None:
+    raise LoaderError(f"{what} does not match the layer", expected=expected, found=found)

@@ -1,0 +1,313 @@
+"""The routes on a card: the bounds of DESIGN 5 for both families, capture, memory, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from card import CARD, needs_card
+
+import loader
+from loader import native
+from loader.cuda_routes import FAMILIES, LEGACY_CAPTURED_TOKENS
+from loader.errors import LoaderError, UnsupportedError
+from loader.experts import PreparedExperts
+from loader.testing.checkpoint import tiny_checkpoint
+
+pytestmark = needs_card()
+
+BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+EXPERTS, TOP_K, HIDDEN = 6, 3, 256
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64)
+LAYERS = [
+    (dialect, layout, rounding, tp)
+    for dialect, layout, rounding, tp in product(
+        ("awq-gemm", "ct-int4-asym", "ct-nvfp4", "modelopt-nvfp4"),
+        ("compact", "record", "wide"),
+        ("exact", "fused_bias"),
+        (1, 4),
+    )
+    if not ("nvfp4" in dialect and (layout == "record" or rounding == "fused_bias"))
+]
+
+
+def layer_on(
+    device: str | torch.device, folder: Path, dialect: str, layout: str, rounding: str, tp: int
+) -> PreparedExperts:
+    if not (folder / "config.json").exists():
+        tiny_checkpoint(
+            folder, dialect=dialect, hidden=HIDDEN, intermediate=704, experts=EXPERTS, layers=1
+        )
+    policy = loader.Policy(layout=layout, awq_rounding=rounding, grouped_max_tokens=64)
+    shard = loader.Shard(tp_rank=tp - 1, tp_size=tp)
+    return loader.load(folder, device, shard=shard, policy=policy)[0]
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory) -> PreparedExperts:
+    return layer_on(CARD, tmp_path_factory.mktemp("layer"), "awq-gemm", "compact", "exact", 1)
+
+
+def step(tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Activations, ids (some out of range, some twice) and weights, on the card."""
+    generator = torch.Generator().manual_seed(100 * seed + tokens)
+    x = torch.randn((tokens, HIDDEN), generator=generator).to(dtype)
+    ids = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K), generator=generator)
+    ids[-1] = ids[-1, :1].clamp(0, EXPERTS - 1)
+    weights = torch.rand((tokens, TOP_K), generator=generator)
+    return x.to(CARD), ids.to(CARD), weights.to(CARD)
+
+
+Weights = list[dict[str, torch.Tensor]]
+
+
+def weights_of(layer: PreparedExperts) -> Weights:
+    """fp64 weights of every expert, from a load to the host."""
+    return [
+        {name: w.double() for name, w in layer.dequantize(expert).items()}
+        for expert in range(EXPERTS)
+    ]
+
+
+def moe64(
+    weights: Weights,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    router: torch.Tensor,
+) -> torch.Tensor:
+    """``(T, H) float64`` on the host."""
+    x, ids, router = x.double().cpu(), ids.cpu(), router.double().cpu()
+    y = torch.zeros_like(x)
+    for expert, one in enumerate(weights):
+        hidden = torch.nn.functional.silu(x @ one["gate"].t()) * (x @ one["up"].t())
+        share = torch.where(ids == expert, router, 0.0).sum(1, keepdim=True)
+        y += share * (hidden @ one["down"].t())
+    return y
+
+
+def run(
+    layer: PreparedExperts,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    routes: tuple[int, ...] = (1, 64),
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The operator itself, on a poisoned output."""
+    out = torch.full_like(x, float("nan")) if out is None else out
+    layer.workspace.scratch.fill_(float("nan"))
+    native.moe(
+        out,
+        layer.workspace.scratch,
+        x,
+        ids,
+        weights,
+        layer.workspace.expert_map,
+        layer.banks(),
+        layer.spec.to_ints(),
+        list(routes),
+    )
+    return out
+
+
+def error_of(y: torch.Tensor, y64: torch.Tensor) -> float:
+    return float((y.double().cpu() - y64).norm() / y64.norm())
+
+
+@pytest.mark.parametrize(("dialect", "layout", "rounding", "tp"), LAYERS)
+def test_every_layer_meets_the_bound(
+    tmp_path: Path, dialect: str, layout: str, rounding: str, tp: int
+) -> None:
+    mine = layer_on(CARD, tmp_path, dialect, layout, rounding, tp)
+    host = weights_of(layer_on("cpu", tmp_path, dialect, layout, rounding, tp))
+    for dtype, family in product(BOUND, (1, 2)):
+        if FAMILIES[family] == "quadpair" and dtype == torch.bfloat16:
+            continue
+        for tokens in TOKENS:
+            x, ids, weights = step(tokens, dtype)
+            wanted = moe64(host, x, ids, weights)
+            for routes in ((1, 64, family), (0, 0)):
+                error = error_of(run(mine, x, ids, weights, routes), wanted)
+                assert error <= BOUND[dtype], f"T={tokens} {dtype} {routes}: {error:.2e}"
+
+
+@pytest.mark.parametrize("family", (1, 2))
+def test_more_rows_of_one_expert_than_a_pass_takes(layer: PreparedExperts, family: int) -> None:
+    x, ids, weights = step(64, torch.float16)
+    ids.fill_(2)
+    both = [run(layer, x, ids, weights, routes) for routes in ((1, 64, family), (0, 0))]
+    assert error_of(both[0], both[1].double().cpu()) <= 2e-3
+
+
+def test_layouts_agree_to_the_bit(tmp_path: Path) -> None:
+    layers = [
+        layer_on(CARD, tmp_path, "awq-gemm", layout, "exact", 1)
+        for layout in ("compact", "record", "wide")
+    ]
+    for tokens in (1, 5):
+        x, ids, weights = step(tokens, torch.bfloat16)
+        first, *others = (run(one, x, ids, weights) for one in layers)
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("id_dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize(
+    "weight_dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
+def test_dtypes_of_ids_and_weights(
+    layer: PreparedExperts, id_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    for tokens in (1, 4):
+        x, ids, weights = step(tokens, torch.float16)
+        weights = weights.bfloat16().half().float()
+        wanted = run(layer, x, ids, weights)
+        assert torch.equal(run(layer, x, ids.to(id_dtype), weights.to(weight_dtype)), wanted)
+
+
+@pytest.mark.parametrize("family", (1, 2))
+def test_experts_elsewhere_are_skipped(tmp_path: Path, family: int) -> None:
+    tiny_checkpoint(tmp_path, dialect="awq-gemm", hidden=HIDDEN, experts=EXPERTS, layers=1)
+    whole = loader.load(tmp_path, "cpu")[0]
+    shard = loader.Shard(ep_rank=1, ep_size=2)
+    part = loader.load(tmp_path, CARD, shard=shard)[0]
+    for tokens in (1, 7):
+        x, ids, weights = step(tokens, torch.float16)
+        ids[0, 0] = part.expert_ids[-1]
+        here = torch.isin(ids, torch.tensor(part.expert_ids, device=CARD))
+        weights[~here] = float("nan")
+        wanted = moe64(weights_of(whole), x, torch.where(here, ids, -1), weights.nan_to_num())
+        assert error_of(run(part, x, ids, weights, (1, 64, family)), wanted) <= 1e-3
+
+
+@pytest.mark.parametrize("tokens", (1, 6))
+@pytest.mark.parametrize("family", (1, 2))
+def test_a_captured_step_replays_with_other_inputs(
+    layer: PreparedExperts, tokens: int, family: int
+) -> None:
+    x, ids, weights = step(tokens, torch.float16)
+    out = torch.empty_like(x)
+    run(layer, x, ids, weights, (1, 64, family), out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        native.moe(
+            out,
+            layer.workspace.scratch,
+            x,
+            ids,
+            weights,
+            layer.workspace.expert_map,
+            layer.banks(),
+            layer.spec.to_ints(),
+            [1, 64, family],
+        )
+    for seed in (1, 2):
+        for own, new in zip((x, ids, weights), step(tokens, torch.float16, seed), strict=True):
+            own.copy_(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, run(layer, x, ids, weights, (1, 64, family)))
+
+
+@pytest.mark.parametrize("tokens", (1, 8))
+def test_a_decode_step_allocates_nothing(layer: PreparedExperts, tokens: int) -> None:
+    x, ids, weights = step(tokens, torch.bfloat16)
+    out = torch.empty_like(x)
+    layer(x, ids, weights, out=out)
+    before = torch.cuda.memory_stats(CARD)["allocation.all.allocated"]
+    for _ in range(100):
+        layer(x, ids, weights, out=out)
+    assert torch.cuda.memory_stats(CARD)["allocation.all.allocated"] == before
+
+
+def test_legacy_takes_any_number_of_tokens(layer: PreparedExperts) -> None:
+    x, ids, weights = step(300, torch.bfloat16)
+    passes = torch.cat(
+        [run(layer, x[i : i + 60], ids[i : i + 60], weights[i : i + 60]) for i in range(0, 300, 60)]
+    )
+    assert error_of(run(layer, x, ids, weights, (0, 0)), passes.double().cpu()) <= 1.2e-2
+
+
+def test_legacy_can_be_captured_up_to_a_limit(layer: PreparedExperts) -> None:
+    def capture(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, ids, weights = step(tokens, torch.bfloat16)
+        wanted = run(layer, x, ids, weights, (0, 0))
+        graph, out = torch.cuda.CUDAGraph(), torch.full_like(x, float("nan"))
+        call = (layer.workspace.expert_map, layer.banks(), layer.spec.to_ints(), [0, 0])
+        with torch.cuda.graph(graph):
+            native.moe(out, layer.workspace.scratch, x, ids, weights, *call)
+        graph.replay()
+        return out, wanted
+
+    out, wanted = capture(40)
+    assert error_of(out, wanted.double().cpu()) <= 1e-2
+    with pytest.raises(LoaderError, match="cannot be captured"):
+        capture(LEGACY_CAPTURED_TOKENS + 1)
+
+
+def test_no_token_and_no_expert(layer: PreparedExperts) -> None:
+    x, ids, weights = step(3, torch.float16)
+    assert run(layer, x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
+    none = ids[:, :0].contiguous(), weights[:, :0].contiguous()
+    assert not run(layer, x, *none).any()
+
+
+def bad_inputs() -> dict[str, dict[str, Callable[[Any], Any]]]:
+    return {
+        "the shape of x": {"x": lambda x: x[:, :-8].contiguous()},
+        "the dtype of x": {"x": lambda x: x.double()},
+        "the dtype of out": {"out": lambda out: out.bfloat16()},
+        "the dtype of topk_ids": {"ids": lambda ids: ids.short()},
+        "the device of topk_weights": {"weights": lambda weights: weights.cpu()},
+        "the shape of topk_weights": {"weights": lambda weights: weights[:, :-1].contiguous()},
+        "the strides of x": {"x": lambda x: x.t().contiguous().t()},
+        "the address of x": {
+            "x": lambda x: torch.empty(x.numel() + 1, dtype=x.dtype, device=CARD)[1:].view_as(x)
+        },
+    }
+
+
+@pytest.mark.parametrize("what", bad_inputs())
+def test_bad_input_is_refused_before_any_launch(layer: PreparedExperts, what: str) -> None:
+    x, ids, weights = step(4, torch.float16)
+    given = {"x": x, "ids": ids, "weights": weights, "out": torch.full_like(x, 7.0)}
+    for name, change in bad_inputs()[what].items():
+        given[name] = change(given[name])
+    with pytest.raises(LoaderError, match=what):
+        run(layer, given["x"], given["ids"], given["weights"], (1, 64), given["out"])
+    assert (given["out"] == 7.0).all()
+
+
+def test_an_output_over_an_input_is_refused(layer: PreparedExperts) -> None:
+    x, ids, weights = step(4, torch.float16)
+    with pytest.raises(LoaderError, match="apart from x"):
+        run(layer, x, ids, weights, (1, 64), x)
+
+
+def test_quadpairs_take_fp16_alone_and_fast_routes_no_fp32(layer: PreparedExperts) -> None:
+    x, ids, weights = step(2, torch.bfloat16)
+    with pytest.raises(ValueError, match="fp16"):
+        run(layer, x, ids, weights, (1, 64, 1))
+    with pytest.raises(UnsupportedError):
+        run(layer, x.float(), ids, weights, (1, 64))
+
+
+def test_opcheck_and_compile(layer: PreparedExperts) -> None:
+    x, ids, weights = step(4, torch.bfloat16)
+    arguments = (
+        torch.empty_like(x),
+        layer.workspace.scratch,
+        x,
+        ids,
+        weights,
+        layer.workspace.expert_map,
+        layer.banks(),
+        layer.spec.to_ints(),
+        [1, 64],
+    )
+    torch.library.opcheck(torch.ops.qpn.moe.default, arguments)
+    compiled = torch.compile(layer, fullgraph=True)
+    assert torch.equal(compiled(x, ids, weights), layer(x, ids, weights))
