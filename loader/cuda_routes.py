@@ -14,9 +14,10 @@ from typing import Protocol
 import torch
 
 from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints
-from loader.core import NativeError, NativeLayer
+from loader.core import NativeLayer
 from loader.errors import LoaderError, UnsupportedError
 from loader.reference import routes as reference
+from loader.structs import FLOATS, Error
 
 FAMILIES = ("host", "quadpair", "m16n8k16")
 """Families of kernels, as the third number of ``routes``; ``host`` leaves it to the card."""
@@ -30,15 +31,13 @@ LEGACY_CAPTURED_TOKENS = 512
 ROW_MULTIPLE = 8
 """H and I are multiples of it: rows of activations are read 16 bytes at a time."""
 
-_FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-
 
 class _Core(Protocol):
     """What is used of ``loader/cuda_core.py``."""
 
     library: ctypes.CDLL
 
-    def check(self, code: int, error: NativeError) -> None: ...
+    def check(self, code: int, error: Error) -> None: ...
 
 
 class _Call(ctypes.Structure):
@@ -152,8 +151,8 @@ class CudaRoutes:
             tokens,
             top_k,
             expert_map.numel(),
-            _FLOATS[x.dtype],
-            _FLOATS[topk_weights.dtype],
+            FLOATS[x.dtype],
+            FLOATS[topk_weights.dtype],
             int(topk_ids.dtype == torch.int64),
             family,
             int(tokens == 1 and routes[0] == 1),
@@ -170,7 +169,7 @@ class CudaRoutes:
             out.data_ptr(),
             scratch.data_ptr(),
         )
-        error = NativeError()
+        error = Error()
         code = self._core.library.qpn_cuda_moe(
             ctypes.byref(call),
             *NativeLayer(spec, banks).arguments(),
@@ -256,7 +255,7 @@ class CudaRoutes:
         spec: list[int],
     ) -> None:
         """Weights of tiles [first, last) of one expert, fp32 or bf16 (columns, K)."""
-        error = NativeError()
+        error = Error()
         code = self._core.library.qpn_cuda_dequantize(
             ctypes.c_int(bank),
             ctypes.c_int64(slot),
@@ -302,10 +301,10 @@ def _check(
     tokens, hidden = x.shape[0], layer.w13.k
     shape = tuple(topk_ids.shape)
     wanted: tuple[tuple[str, torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
-        ("x", x, (tokens, hidden), tuple(_FLOATS)[:3]),
+        ("x", x, (tokens, hidden), tuple(FLOATS)[:3]),
         ("out", out, (tokens, hidden), (x.dtype,)),
         ("topk_ids", topk_ids, (tokens, *shape[1:2]), (torch.int32, torch.int64)),
-        ("topk_weights", topk_weights, shape, tuple(_FLOATS)),
+        ("topk_weights", topk_weights, shape, tuple(FLOATS)),
         ("expert_map", expert_map, (expert_map.numel(),), (torch.int32,)),
         ("scratch", scratch, (scratch.numel(),), (torch.float32,)),
     )
