@@ -3,8 +3,8 @@
     python benchmarks/compile_check.py [--arch 75 80 90 100] [--jobs 2]
 
 nvcc compiles every file of ``csrc/launch`` for each architecture; NVRTC 12.8 makes PTX of
-``csrc/rtc/sm70.cu`` and its ptxas a cubin for SM70 (packages of the extra ``compile-check``). Any
-spill in a kernel is a failure.
+``csrc/rtc/sm70.cu`` and its ptxas a cubin for SM70 (packages of the extra ``compile-check``). A
+spill in a decode kernel is a failure.
 """
 
 from __future__ import annotations
@@ -117,13 +117,16 @@ def sm70(folder: Path) -> list[KernelUse]:
 
 
 def show(title: str, kernels: list[KernelUse]) -> int:
-    """Print what was used; the number of kernels that spill."""
+    """Print what was used; the number of decode kernels that spill.
+
+    A conversion kernel may: it runs once a chunk and waits for memory. It is shown all the same.
+    """
     spilling = [kernel for kernel in kernels if kernel.spilled]
     most = max((kernel.registers for kernel in kernels), default=0)
     print(f"{title}: {len(kernels)} kernels, at most {most} registers, {len(spilling)} spill")
     for kernel in spilling:
         print(f"  {kernel.name}: {kernel.spilled} bytes, {kernel.registers} registers")
-    return len(spilling)
+    return sum("convert" not in kernel.name for kernel in spilling)
 
 
 def main() -> None:
@@ -150,7 +153,7 @@ def main() -> None:
         except RuntimeError as error:
             raise SystemExit(str(error)) from error
     if failures:
-        raise SystemExit(f"{failures} kernels spill")
+        raise SystemExit(f"{failures} decode kernels spill")
 
 
 if __name__ == "__main__":

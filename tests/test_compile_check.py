@@ -39,6 +39,7 @@ def test_registers_and_spills_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.name, first.registers, first.spilled) == ("first", 64, 0)
     assert (second.name, second.registers, second.spilled) == ("second", 128, 16)
     assert check.show("both", [first, second]) == 1
+    assert check.show("conversion", [check.KernelUse("x_convert_y", 48, 28)]) == 0
 
 
 def test_evidence_of_other_code_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

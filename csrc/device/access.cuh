@@ -39,7 +39,10 @@ QPN_DEVICE void wait_for_copies() {
 
 QPN_DEVICE Vector read_vector(uint32_t at) {
     Vector v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at)
+                 : "memory");
     return v;
 }
 QPN_DEVICE uint32_t read_word(uint32_t at) {
@@ -52,10 +55,13 @@ QPN_DEVICE void read_pair(uint32_t at, uint32_t& a, uint32_t& b) {
 }
 
 QPN_DEVICE void write_vector(uint32_t at, const Vector& v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
 }
 QPN_DEVICE void write_floats(uint32_t at, float a, float b, float c, float d) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
 }
 template <int kBytes>
 QPN_DEVICE void write_blank(uint32_t at) {
@@ -101,7 +107,9 @@ QPN_DEVICE void write_floats_to(uint32_t rank, uint32_t at, float a, float b, fl
 #if QPN_ARCH >= 900
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(a), "f"(b),
+                 "f"(c), "f"(d)
+                 : "memory");
 #else
     write_floats(at, a, b, c, d);
 #endif
@@ -137,6 +145,8 @@ QPN_DEVICE void let_next_launch_start() {
 }
 
 // Asks the second cache for a line ahead of its use.
-QPN_DEVICE void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+QPN_DEVICE void prefetch_line(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 
 }  // namespace qpn

@@ -11,8 +11,8 @@ namespace qpn {
 // by 16 instead, which costs once what a shift would cost for every word.
 template <class Act, int kKind>
 struct Codes {
-    static constexpr bool kZeros = true;        // sums of the activations are needed
-    static constexpr float kOffset = 0.0f;      // fragment = q + offset, times the constant
+    static constexpr bool kZeros = true;    // sums of the activations are needed
+    static constexpr float kOffset = 0.0f;  // fragment = q + offset, times the constant
     static constexpr float kBack = 16777216.0f;
     static constexpr uint32_t kOneEven = 0x00010001u, kOneOdd = 0x00100010u;
     static constexpr bool kDividesOdd = true;

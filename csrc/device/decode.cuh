@@ -1,8 +1,8 @@
 // The decode kernels of the m16n8k16 family: W13 with SwiGLU, then W2 with the weighted sum.
 //
-// A warp takes chunks of 128 rows of one tile of 32 columns; warps that share a tile split its K and
-// meet in shared memory. Each warp has a ring of kAhead chunks there: copies run ahead of the products,
-// across tiles and experts, so that the memory has no pause where one tile ends.
+// A warp takes chunks of 128 rows of one tile of 32 columns; warps that share a tile split its K
+// and meet in shared memory. Each warp has a ring of kAhead chunks there: copies run ahead of the
+// products, across tiles and experts, so that the memory has no pause where one tile ends.
 #pragma once
 #include "access.cuh"
 #include "m16.cuh"
@@ -10,8 +10,8 @@
 
 namespace qpn {
 
-// Shared memory of the kernels for one token, in bytes from its start. Chunks of x are staged in pairs,
-// so that whole warps do it.
+// Shared memory of the kernels for one token, in bytes from its start. Chunks of x are staged in
+// pairs, so that whole warps do it.
 struct OneLayout {
     int32_t row;  // one staged row: numbers, then sums of segments
     int32_t sums, blank, part, ring, bytes;
@@ -27,12 +27,14 @@ struct OneLayout {
     }
 };
 
-// Rows of activations of `count` numbers each to shared memory, by all threads: loads of a turn first,
-// so that they wait for the memory together.
+// Rows of activations of `count` numbers each to shared memory, by all threads: loads of a turn
+// first, so that they wait for the memory together.
 template <class F, int kThreads, class From>
-QPN_DEVICE void stage_rows(uint32_t to, const OneLayout& at, const From& from, int32_t rows, int32_t count) {
+QPN_DEVICE void stage_rows(uint32_t to, const OneLayout& at, const From& from, int32_t rows,
+                           int32_t count) {
     constexpr int kTurn = 4;
-    const int32_t each = at.sums / 16, all = rows * each;  // both multiples of 32: whole warps take part
+    const int32_t each = at.sums / 16,
+                  all = rows * each;  // both multiples of 32: whole warps take part
     for (int32_t first = threadIdx.x; first < all; first += kTurn * kThreads) {
         Vector v[kTurn];
 #pragma unroll
@@ -44,7 +46,8 @@ QPN_DEVICE void stage_rows(uint32_t to, const OneLayout& at, const From& from, i
 #pragma unroll
         for (int t = 0; t < kTurn; ++t) {
             const int32_t i = first + t * kThreads, row = i / each;
-            if (i < all) F::stage(to + row * at.row, to + row * at.row + at.sums, i - row * each, v[t]);
+            if (i < all)
+                F::stage(to + row * at.row, to + row * at.row + at.sums, i - row * each, v[t]);
         }
     }
 }
@@ -96,7 +99,8 @@ QPN_DEVICE void first_of_one(const Step& step) {
             if (++copy_at == each) {
                 copy_at = 0;
                 next(copy_expert, copy_tile);
-                if (copy_expert < step.top_k) source.at(bank, slots[copy_expert], copy_tile, warp, lane);
+                if (copy_expert < step.top_k)
+                    source.at(bank, slots[copy_expert], copy_tile, warp, lane);
             }
         }
         close_copies();
@@ -115,7 +119,8 @@ QPN_DEVICE void first_of_one(const Step& step) {
         __syncwarp();
         copy();
         const int32_t chunk = warp + done * kWarps;
-        if (chunk < chunks) F::consume(total, slot, bank, base, blank, base + at.sums, chunk, map, lane);
+        if (chunk < chunks)
+            F::consume(total, slot, bank, base, blank, base + at.sums, chunk, map, lane);
         slot += F::S::kBytes;
         if (slot == ring + kAhead * F::S::kBytes) slot = ring;
         if (++done < each) continue;
@@ -136,8 +141,8 @@ QPN_DEVICE void first_of_one(const Step& step) {
     }
 }
 
-// One token: W2 of its experts and their weighted sum in router order. A cluster of blocks takes one
-// tile of columns; its experts are dealt out to the blocks, and the first block adds up.
+// One token: W2 of its experts and their weighted sum in router order. A cluster of blocks takes
+// one tile of columns; its experts are dealt out to the blocks, and the first block adds up.
 template <class F, int kWarps, int kAhead>
 QPN_DEVICE void second_of_one(const Step& step) {
     using Act = typename F::Act;
@@ -178,7 +183,8 @@ QPN_DEVICE void second_of_one(const Step& step) {
             if (++copy_at == each) {
                 copy_at = 0;
                 copy_row += abreast;
-                if (copy_row < mine) source.at(bank, slots[copy_row * size + rank], tile, split, lane);
+                if (copy_row < mine)
+                    source.at(bank, slots[copy_row * size + rank], tile, split, lane);
             }
         }
         close_copies();
@@ -188,7 +194,10 @@ QPN_DEVICE void second_of_one(const Step& step) {
 #pragma unroll 1
     for (int d = 0; d < kAhead - 1; ++d) copy();
     wait_for_launch_before();
-    stage_rows<F, kWarps * 32>(base, at, [&](int32_t row) { return step.hidden + int64_t(row * size + rank) * step.hidden_pitch; }, mine, bank.k);
+    stage_rows<F, kWarps * 32>(
+        base, at,
+        [&](int32_t row) { return step.hidden + int64_t(row * size + rank) * step.hidden_pitch; },
+        mine, bank.k);
     __syncthreads();
 
     uint32_t slot = ring;
@@ -201,14 +210,16 @@ QPN_DEVICE void second_of_one(const Step& step) {
         copy();
         const uint32_t x = base + row * at.row;
         const int32_t chunk = split + done * splits;
-        if (chunk < chunks && slots[row * size + rank] >= 0) F::consume(total, slot, bank, x, blank, x + at.sums, chunk, map, lane);
+        if (chunk < chunks && slots[row * size + rank] >= 0)
+            F::consume(total, slot, bank, x, blank, x + at.sums, chunk, map, lane);
         slot += F::S::kBytes;
         if (slot == ring + kAhead * F::S::kBytes) slot = ring;
         if (++done < each) continue;
         done = 0;
         if (!met) cluster_wait();
         met = true;
-        F::store(total, base + at.part + ((row * size + rank) * splits + split) * (kPitch * 4), 0, lane);
+        F::store(total, base + at.part + ((row * size + rank) * splits + split) * (kPitch * 4), 0,
+                 lane);
 #pragma unroll
         for (int c = 0; c < 4; ++c) total[c] = 0.0f;
         row += abreast;
@@ -227,14 +238,15 @@ QPN_DEVICE void second_of_one(const Step& step) {
     for (int32_t j = 0; j < step.top_k; ++j) {
         if (slots[j] < 0) continue;
         float y = 0.0f;
-        for (int32_t s = 0; s < splits; ++s) y += read_float(base + at.part + ((j * splits + s) * kPitch + lane) * 4);
+        for (int32_t s = 0; s < splits; ++s)
+            y += read_float(base + at.part + ((j * splits + s) * kPitch + lane) * 4);
         sum = fmaf(shares[j], rounded<Act>(apply_global(bank, slots[j], column, y)), sum);
     }
     step.out[column] = uint16_t(Act::from_float(sum));
 }
 
-// Several tokens: one pass is up to eight rows of one expert; a block takes a run of (pass, group of
-// tiles) pairs. W13 gives `hidden`, W2 gives `y`, which `sum_rows` adds up.
+// Several tokens: one pass is up to eight rows of one expert; a block takes a run of (pass, group
+// of tiles) pairs. W13 gives `hidden`, W2 gives `y`, which `sum_rows` adds up.
 template <class F, int kWarps, int kAhead, bool kFirst>
 QPN_DEVICE void of_passes(const Step& step) {
     using Act = typename F::Act;
@@ -249,7 +261,8 @@ QPN_DEVICE void of_passes(const Step& step) {
     prefetch_routing(step);
     if (kFirst) wait_for_launch_before();
     let_next_launch_start();
-    Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts, all_rows);
+    Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts,
+                    all_rows);
     compact_rows(routing, step);
 
     const int32_t splits = kFirst ? step.splits13 : step.splits2, abreast = kWarps / splits;
@@ -262,7 +275,9 @@ QPN_DEVICE void of_passes(const Step& step) {
     int32_t copy_left = end - begin, copy_pass = begin / runs, copy_run = begin % runs, copy_at = 0;
     Tile source;
     const auto aim = [&] {
-        if (copy_left > 0) source.at(bank, routing.pass_slot[copy_pass], copy_run * abreast + my_tile, my_split, lane);
+        if (copy_left > 0)
+            source.at(bank, routing.pass_slot[copy_pass], copy_run * abreast + my_tile, my_split,
+                      lane);
     };
     aim();
     uint32_t copy_slot = ring;

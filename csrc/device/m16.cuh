@@ -1,9 +1,9 @@
 // The family of SM80 and newer: weights are the A operand of m16n8k16, activations are B.
 //
 // Lane (g = lane / 4, t = lane % 4) takes 16 bytes of a block of 32 rows: columns 4g..4g+3 at rows
-// 8t..8t+7. Rows g and g+8 of two 16-row tiles are columns (4g, 4g+1) and (4g+2, 4g+3); K is permuted
-// alike in B: step s takes codes 4s..4s+3, and the lane reads x[8t..8t+7] of row g. Scales multiply the
-// fp32 sums, zero points the sums of the activations over the same rows.
+// 8t..8t+7. Rows g and g+8 of two 16-row tiles are columns (4g, 4g+1) and (4g+2, 4g+3); K is
+// permuted alike in B: step s takes codes 4s..4s+3, and the lane reads x[8t..8t+7] of row g. Scales
+// multiply the fp32 sums, zero points the sums of the activations over the same rows.
 #pragma once
 #include "codes.cuh"
 #include "metadata.cuh"
@@ -14,18 +14,18 @@ namespace qpn {
 constexpr int kChunkBytes = kChunkBlocks * 32 * 16;  // words of a chunk of one tile
 
 // A warp copies in the order of memory, whole lines at a time: lane l takes the vector of
-// g = l % 8, t = l / 8. In shared memory each t is turned by two places, so that the eight vectors that
-// meet in one read lie in different banks.
+// g = l % 8, t = l / 8. In shared memory each t is turned by two places, so that the eight vectors
+// that meet in one read lie in different banks.
 QPN_DEVICE int vector_place(int g, int t) { return t * 8 + ((g + 2 * t) & 7); }
 
 // What a lane needs again and again.
 struct LaneMap {
-    uint32_t copies;    // bytes into a block: where it copies to
-    uint32_t reads;     // bytes into a block: its operand
-    uint32_t own_x;     // bytes into a chunk of a staged row: its rows, where it owns any
-    uint32_t own_block; // the block whose rows it gives to B for one token, or none of the four
-    uint32_t place;     // of the metadata of its columns in block t
-    uint32_t float_one; // 2^23: an integer below that as its low bits is as much more
+    uint32_t copies;     // bytes into a block: where it copies to
+    uint32_t reads;      // bytes into a block: its operand
+    uint32_t own_x;      // bytes into a chunk of a staged row: its rows, where it owns any
+    uint32_t own_block;  // the block whose rows it gives to B for one token, or none of the four
+    uint32_t place;      // of the metadata of its columns in block t
+    uint32_t float_one;  // 2^23: an integer below that as its low bits is as much more
 
     QPN_DEVICE explicit LaneMap(int lane) {
         const int g = lane / 4, t = lane % 4;
@@ -46,9 +46,15 @@ struct Slot {
     static constexpr int kPlaces = 32 * kRawBytes<kKind, kLayout>;  // metadata of all lanes
     static constexpr int kBytes = kChunkBytes + kRaws * kPlaces;
 
-    static QPN_DEVICE uint32_t raw_at(uint32_t slot, int half) { return slot + kChunkBytes + half * kPlaces; }
-    static QPN_DEVICE Vector words(uint32_t slot, int block, const LaneMap& map) { return read_vector(slot + map.reads + block * 512); }
-    static QPN_DEVICE void raw(Raw<kKind, kLayout>& to, uint32_t slot, int half, int from) { read_raw(to, raw_at(slot, half), from); }
+    static QPN_DEVICE uint32_t raw_at(uint32_t slot, int half) {
+        return slot + kChunkBytes + half * kPlaces;
+    }
+    static QPN_DEVICE Vector words(uint32_t slot, int block, const LaneMap& map) {
+        return read_vector(slot + map.reads + block * 512);
+    }
+    static QPN_DEVICE void raw(Raw<kKind, kLayout>& to, uint32_t slot, int half, int from) {
+        read_raw(to, raw_at(slot, half), from);
+    }
 };
 
 // Where a warp reads one tile of one expert, chunk by chunk.
@@ -76,7 +82,8 @@ struct Tile {
 };
 
 template <int kKind, int kLayout, bool kStraddles>
-QPN_DEVICE void copy_chunk(uint32_t slot, const Bank& bank, const Tile& tile, const LaneMap& map, int lane) {
+QPN_DEVICE void copy_chunk(uint32_t slot, const Bank& bank, const Tile& tile, const LaneMap& map,
+                           int lane) {
     using S = Slot<kKind, kLayout, kStraddles>;
     const uint32_t to = slot + map.copies;
     if (tile.left >= kChunkBlocks) {
@@ -98,7 +105,9 @@ QPN_DEVICE void copy_chunk(uint32_t slot, const Bank& bank, const Tile& tile, co
     }
 #pragma unroll
     for (int h = 0; h < S::kRaws; ++h)
-        copy_raw<kKind, kLayout>(S::raw_at(slot, h), lane, tile.plane, tile.second, tile.entry + uint32_t(bank.group_of(tile.segment + h) * bank.row_entries));
+        copy_raw<kKind, kLayout>(
+            S::raw_at(slot, h), lane, tile.plane, tile.second,
+            tile.entry + uint32_t(bank.group_of(tile.segment + h) * bank.row_entries));
 }
 
 template <class C>
@@ -108,7 +117,8 @@ QPN_DEVICE float with_offset(float zero) {
 
 // Products of one block: two tiles of columns.
 template <class Act>
-QPN_DEVICE void block_products(const uint32_t (&p)[4][4], const Vector& b, float (&low)[4], float (&high)[4]) {
+QPN_DEVICE void block_products(const uint32_t (&p)[4][4], const Vector& b, float (&low)[4],
+                               float (&high)[4]) {
     mma_16x8x16<Act>(low, p[0][0], p[1][0], p[0][1], p[1][1], b.x, b.y);
     mma_16x8x16<Act>(high, p[2][0], p[3][0], p[2][1], p[3][1], b.x, b.y);
     mma_16x8x16<Act>(low, p[0][2], p[1][2], p[0][3], p[1][3], b.z, b.w);
@@ -130,10 +140,11 @@ QPN_DEVICE void unpack_block(const Vector& v, uint32_t (&p)[4][4]) {
     C::pairs(v.w, p[3]);
 }
 
-// `fused_bias`: the weights themselves, each rounded as an fp16 fma rounds. bf16 cannot hold one, two
-// bf16 can: their products are added.
+// `fused_bias`: the weights themselves, each rounded as an fp16 fma rounds. bf16 cannot hold one,
+// two bf16 can: their products are added.
 template <class Act, int kLayout>
-QPN_DEVICE void fused_products(const Vector& v, const Raw<kInt4, kLayout>& raw, const Bank& bank, const Vector& b, float (&low)[4], float (&high)[4]) {
+QPN_DEVICE void fused_products(const Vector& v, const Raw<kInt4, kLayout>& raw, const Bank& bank,
+                               const Vector& b, float (&low)[4], float (&high)[4]) {
     uint32_t scale2[4], bias2[4], p[4][4];
     decode_fused<kLayout>(raw, bank, scale2, bias2);
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
@@ -142,15 +153,17 @@ QPN_DEVICE void fused_products(const Vector& v, const Raw<kInt4, kLayout>& raw, 
     if constexpr (Act::kBf16) {
         uint32_t rest[4][4];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) split_half2(p[i / 4][i % 4], p[i / 4][i % 4], rest[i / 4][i % 4]);
+        for (int i = 0; i < 16; ++i)
+            split_half2(p[i / 4][i % 4], p[i / 4][i % 4], rest[i / 4][i % 4]);
         block_products<Act>(rest, b, low, high);
     }
     block_products<Act>(p, b, low, high);
 }
 
 // One row of activations, in shared memory. Its eight columns of B would be one token and seven
-// blanks: instead column 2i + h holds half h (16 rows) of block i of a chunk, so that the sums of all
-// eight segments of 16 rows stay apart whatever group and phase are, and each lane scales its own.
+// blanks: instead column 2i + h holds half h (16 rows) of block i of a chunk, so that the sums of
+// all eight segments of 16 rows stay apart whatever group and phase are, and each lane scales its
+// own.
 template <class ActT, int kKind, int kLayout, bool kStraddlesT, bool kFused>
 struct Single {
     using Act = ActT;
@@ -159,12 +172,16 @@ struct Single {
     using S = Slot<kKind, kLayout, kStraddles>;
     static constexpr bool kSums = C::kZeros && !kFused;
 
-    static QPN_DEVICE void copy(uint32_t slot, const Bank& bank, const Tile& tile, const LaneMap& map, int lane) {
+    static QPN_DEVICE void copy(uint32_t slot, const Bank& bank, const Tile& tile,
+                                const LaneMap& map, int lane) {
         copy_chunk<kKind, kLayout, kStraddles>(slot, bank, tile, map, lane);
     }
 
-    // `x` (chunks x 128) as `stage_row` left it, `blank` 16 bytes of 0, `sums` fp32 of each segment.
-    static QPN_DEVICE void consume(float (&total)[4], uint32_t slot, const Bank& bank, uint32_t x, uint32_t blank, uint32_t sums, int32_t chunk, const LaneMap& map, int lane) {
+    // `x` (chunks x 128) as `stage_row` left it, `blank` 16 bytes of 0, `sums` fp32 of each
+    // segment.
+    static QPN_DEVICE void consume(float (&total)[4], uint32_t slot, const Bank& bank, uint32_t x,
+                                   uint32_t blank, uint32_t sums, int32_t chunk, const LaneMap& map,
+                                   int lane) {
         float low[4] = {}, high[4] = {};
         const uint32_t mine = x + map.own_x + chunk * (kChunkRows * 2);
 #pragma unroll
@@ -181,7 +198,8 @@ struct Single {
                 block_products<Act>(p, b, low, high);
             }
         }
-        const float v[4][2] = {{low[0], low[1]}, {low[2], low[3]}, {high[0], high[1]}, {high[2], high[3]}};
+        const float v[4][2] = {
+            {low[0], low[1]}, {low[2], low[3]}, {high[0], high[1]}, {high[2], high[3]}};
         if constexpr (kFused) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) total[c] += v[c][0] + v[c][1];
@@ -198,7 +216,8 @@ struct Single {
                 for (int c = 0; c < 4; ++c) {
                     float value = kStraddles ? v[c][h] : v[c][0] + v[c][1];
                     if constexpr (kSums) {
-                        const float sum = kStraddles ? bits_to_float(s[h]) : bits_to_float(s[0]) + bits_to_float(s[1]);
+                        const float sum = kStraddles ? bits_to_float(s[h])
+                                                     : bits_to_float(s[0]) + bits_to_float(s[1]);
                         value = fmaf(-with_offset<C>(zero[c]), sum, value);
                     }
                     total[c] = fmaf(scale[c], value, total[c]);
@@ -216,17 +235,19 @@ struct Single {
             total[c] += __shfl_xor_sync(0xffffffffu, total[c], 2);
             total[c] *= kBack;
         }
-        if (lane % 4 == 0) write_floats_to(rank, part + lane * 4, total[0], total[1], total[2], total[3]);
+        if (lane % 4 == 0)
+            write_floats_to(rank, part + lane * 4, total[0], total[1], total[2], total[3]);
     }
 
-    // A thread's eight numbers of a row, as B takes them, and the sum of its segment (both threads of
-    // one segment are neighbours).
+    // A thread's eight numbers of a row, as B takes them, and the sum of its segment (both threads
+    // of one segment are neighbours).
     static QPN_DEVICE void stage(uint32_t x, uint32_t sums, int32_t at, Vector v) {
         if constexpr (kSums) {
             const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
             float sum = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sum += Act::to_float(pairs[i] & 0xffffu) + Act::to_float(pairs[i] >> 16);
+            for (int i = 0; i < 4; ++i)
+                sum += Act::to_float(pairs[i] & 0xffffu) + Act::to_float(pairs[i] >> 16);
             sum += __shfl_xor_sync(0xffffffffu, sum, 1);
             if (at % 2 == 0) write_word(sums + at / 2 * 4, __float_as_uint(sum / C::kBack));
             if constexpr (C::kDividesOdd) {
@@ -258,7 +279,8 @@ struct Rows {
         }
     };
 
-    static QPN_DEVICE void copy(uint32_t slot, const Bank& bank, const Tile& tile, const LaneMap& map, int lane) {
+    static QPN_DEVICE void copy(uint32_t slot, const Bank& bank, const Tile& tile,
+                                const LaneMap& map, int lane) {
         copy_chunk<kKind, kLayout, kStraddles>(slot, bank, tile, map, lane);
     }
     static QPN_DEVICE void clear(Total& total) {
@@ -267,16 +289,19 @@ struct Rows {
     }
 
     // This lane's rows of B: row g of the pass, or null.
-    static QPN_DEVICE void load_x(Vector (&x)[kChunkBlocks], const Bank& bank, const uint16_t* row, int32_t chunk, int lane) {
+    static QPN_DEVICE void load_x(Vector (&x)[kChunkBlocks], const Bank& bank, const uint16_t* row,
+                                  int32_t chunk, int lane) {
         const int32_t at = chunk * kChunkRows + lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < kChunkBlocks; ++i) {
             x[i] = Vector{0, 0, 0, 0};
-            if (row != nullptr && at + i * kBlockRows < bank.k) x[i] = load_activations(row + at + i * kBlockRows);
+            if (row != nullptr && at + i * kBlockRows < bank.k)
+                x[i] = load_activations(row + at + i * kBlockRows);
         }
     }
 
-    static QPN_DEVICE void flush(Total& total, Sums& sums, uint32_t slot, int half, int from, const Bank& bank, const LaneMap& map) {
+    static QPN_DEVICE void flush(Total& total, Sums& sums, uint32_t slot, int half, int from,
+                                 const Bank& bank, const LaneMap& map) {
         Raw<kKind, kLayout> raw;
         float scale[4], zero[4];
         S::raw(raw, slot, half, from);
@@ -294,7 +319,8 @@ struct Rows {
         sums.clear();
     }
 
-    static QPN_DEVICE void consume(Total& total, uint32_t slot, const Bank& bank, Vector (&x)[kChunkBlocks], const LaneMap& map, int lane) {
+    static QPN_DEVICE void consume(Total& total, uint32_t slot, const Bank& bank,
+                                   Vector (&x)[kChunkBlocks], const LaneMap& map, int lane) {
         Sums sums;
         sums.clear();
         const int g = map.place & 7;
@@ -315,7 +341,8 @@ struct Rows {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const bool mine = lane % 4 / 2 == h;
-                    const Vector b{mine ? x[i].x : 0u, mine ? x[i].y : 0u, mine ? x[i].z : 0u, mine ? x[i].w : 0u};
+                    const Vector b{mine ? x[i].x : 0u, mine ? x[i].y : 0u, mine ? x[i].z : 0u,
+                                   mine ? x[i].w : 0u};
                     block_products<Act>(p, b, sums.low, sums.high);
                     if constexpr (kSums) block_sums<Act, C>(b, sums.sum);
                     flush(total, sums, slot, h, i * 8 + g, bank, map);
@@ -324,7 +351,8 @@ struct Rows {
                 unpack_block<C>(v, p);
                 block_products<Act>(p, x[i], sums.low, sums.high);
                 if constexpr (kSums) block_sums<Act, C>(x[i], sums.sum);
-                if ((i + 1) % kFlush == 0) flush(total, sums, slot, 0, i / kFlush * kFlush * 8 + g, bank, map);
+                if ((i + 1) % kFlush == 0)
+                    flush(total, sums, slot, 0, i / kFlush * kFlush * 8 + g, bank, map);
             }
         }
         if constexpr (kFused) {
@@ -344,7 +372,8 @@ struct Rows {
         for (int u = 0; u < 2; ++u) {
             const int row = lane % 4 * 2 + u;
             if (row < rows)
-                write_floats(part + (row * kPitch + lane / 4 * 4) * 4, total.v[0][u] * kBack, total.v[1][u] * kBack, total.v[2][u] * kBack, total.v[3][u] * kBack);
+                write_floats(part + (row * kPitch + lane / 4 * 4) * 4, total.v[0][u] * kBack,
+                             total.v[1][u] * kBack, total.v[2][u] * kBack, total.v[3][u] * kBack);
         }
     }
 };

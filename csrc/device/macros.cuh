@@ -30,7 +30,8 @@ typedef unsigned long long uint64_t;
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 namespace qpn {
-// Keeps a number in its register: the compiler would rather work it out again in every turn of a loop.
+// Keeps a number in its register: the compiler would rather work it out again in every turn of a
+// loop.
 QPN_DEVICE uint32_t pinned(uint32_t value) {
     asm volatile("mov.u32 %0, %0;" : "+r"(value));
     return value;

@@ -9,7 +9,8 @@ namespace qpn {
 // Raw words of four columns under each layout.
 template <int kKind, int kLayout>
 struct Raw {
-    static constexpr int kWords = kKind == kE2m1 ? (kLayout == kWide ? 2 : 1) : (kLayout == kWide ? 4 : 3);
+    static constexpr int kWords =
+        kKind == kE2m1 ? (kLayout == kWide ? 2 : 1) : (kLayout == kWide ? 4 : 3);
     uint32_t r[kWords];
 };
 
@@ -17,11 +18,12 @@ struct Raw {
 template <int kKind, int kLayout>
 constexpr int kRawBytes = Raw<kKind, kLayout>::kWords * 4;
 
-// Copies the metadata of one group and four columns to a place in shared memory; `at` is the first of
-// 32 such places, `entry` counts from the expert's first. Zero points of four columns are two bytes: a
-// copy takes the four around them.
+// Copies the metadata of one group and four columns to a place in shared memory; `at` is the first
+// of 32 such places, `entry` counts from the expert's first. Zero points of four columns are two
+// bytes: a copy takes the four around them.
 template <int kKind, int kLayout>
-QPN_DEVICE void copy_raw(uint32_t at, int place, const uint8_t* plane, const uint8_t* second, uint32_t entry) {
+QPN_DEVICE void copy_raw(uint32_t at, int place, const uint8_t* plane, const uint8_t* second,
+                         uint32_t entry) {
     if constexpr (kKind == kE2m1 && kLayout == kWide) {
         copy_async<8>(at + place * 8, plane + uint64_t(entry) * 2);
     } else if constexpr (kKind == kE2m1) {
@@ -30,7 +32,8 @@ QPN_DEVICE void copy_raw(uint32_t at, int place, const uint8_t* plane, const uin
         copy_async<16>(at + place * 16, plane + uint64_t(entry) * 4);
     } else if constexpr (kLayout == kRecord) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i) copy_async<4>(at + i * 128 + place * 4, plane + uint64_t(entry) * 3 + i * 4);
+        for (int i = 0; i < 3; ++i)
+            copy_async<4>(at + i * 128 + place * 4, plane + uint64_t(entry) * 3 + i * 4);
     } else {
         copy_async<8>(at + place * 8, plane + uint64_t(entry) * 2);
         copy_async<4>(at + 256 + place * 4, second + (entry / 2 & ~3u));
@@ -76,8 +79,9 @@ QPN_DEVICE void read_raw(Raw<kKind, kLayout>& raw, uint32_t at, int from) {
 
 // Scales and zero points as fp32, `float_one` being the bits of 2^23; e2m1 has no zero points.
 template <int kKind, int kLayout>
-QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_t float_one, float (&scale)[4], float (&zero)[4]) {
-    const uint32_t(&r)[Raw<kKind, kLayout>::kWords] = raw.r;
+QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_t float_one,
+                       float (&scale)[4], float (&zero)[4]) {
+    const uint32_t (&r)[Raw<kKind, kLayout>::kWords] = raw.r;
     if constexpr (kKind == kE2m1) {
         uint32_t pair[2];
         if constexpr (kLayout == kWide)
@@ -94,10 +98,12 @@ QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_
         for (int i = 0; i < 4; ++i) {
             scale[i] = half_to_float(r[i] & 0xffffu);
             // A zero scale has lost its zero point, and needs none.
-            zero[i] = scale[i] == 0.0f ? 0.0f : rintf(__fdividef(-half_to_float(r[i] >> 16), scale[i]));
+            zero[i] =
+                scale[i] == 0.0f ? 0.0f : rintf(__fdividef(-half_to_float(r[i] >> 16), scale[i]));
         }
     } else if constexpr (kLayout == kRecord) {
-        const uint32_t half[4] = {r[0] & 0xffffu, (r[0] >> 24) | ((r[1] & 0xffu) << 8), r[1] >> 16, (r[2] >> 8) & 0xffffu};
+        const uint32_t half[4] = {r[0] & 0xffffu, (r[0] >> 24) | ((r[1] & 0xffu) << 8), r[1] >> 16,
+                                  (r[2] >> 8) & 0xffffu};
         const uint32_t z[4] = {(r[0] >> 16) & 0xffu, (r[1] >> 8) & 0xffu, r[2] & 0xffu, r[2] >> 24};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -108,20 +114,23 @@ QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_
         const bool bf16 = bank.scale_dtype == kBf16;
         if (bf16) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) scale[i] = bits_to_float(i % 2 ? r[i / 2] & 0xffff0000u : r[i / 2] << 16);
+            for (int i = 0; i < 4; ++i)
+                scale[i] = bits_to_float(i % 2 ? r[i / 2] & 0xffff0000u : r[i / 2] << 16);
         } else {
 #pragma unroll
             for (int i = 0; i < 4; ++i) scale[i] = half_to_float(r[i / 2] >> (16 * (i % 2)));
         }
         // `float_one` is 2^23: an integer as its low bits is as much more.
 #pragma unroll
-        for (int i = 0; i < 4; ++i) zero[i] = bits_to_float((r[2] >> (4 * i) & 0xfu) | float_one) - 8388608.0f;
+        for (int i = 0; i < 4; ++i)
+            zero[i] = bits_to_float((r[2] >> (4 * i) & 0xfu) | float_one) - 8388608.0f;
     }
 }
 
 // fp16 scale and bias of four columns for `fused_bias`, each doubled into both halves.
 template <int kLayout>
-QPN_DEVICE void decode_fused(const Raw<kInt4, kLayout>& raw, const Bank& bank, uint32_t (&scale2)[4], uint32_t (&bias2)[4]) {
+QPN_DEVICE void decode_fused(const Raw<kInt4, kLayout>& raw, const Bank& bank,
+                             uint32_t (&scale2)[4], uint32_t (&bias2)[4]) {
     float scale[4], zero[4];
     if constexpr (kLayout != kWide) decode<kInt4, kLayout>(raw, bank, 0x4b000000u, scale, zero);
 #pragma unroll

@@ -28,11 +28,13 @@ QPN_DEVICE uint32_t float_to_bf16(float value) {
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-// Four e4m3 bytes as two pairs of fp16, exactly: sign, 4 bits of exponent with bias 7, 3 of mantissa;
-// 0x7f and 0xff are NaN. Without the instruction: the low seven bits are those of an fp16 2^8 too small.
+// Four e4m3 bytes as two pairs of fp16, exactly: sign, 4 bits of exponent with bias 7, 3 of
+// mantissa; 0x7f and 0xff are NaN. Without the instruction: the low seven bits are those of an fp16
+// 2^8 too small.
 QPN_DEVICE void e4m3_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
 #if QPN_ARCH >= 890
-    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, "
+        "b;}"
         : "=r"(low), "=r"(high)
         : "r"(bytes));
 #else
@@ -40,7 +42,9 @@ QPN_DEVICE void e4m3_to_half2(uint32_t bytes, uint32_t& low, uint32_t& high) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32_t two = (bytes >> (16 * i) & 0xffu) | (bytes >> (16 * i + 8) & 0xffu) << 16;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair[i]) : "r"((two & 0x00800080u) << 8 | (two & 0x007f007fu) << 7), "r"(0x5c005c00u));
+        asm("mul.rn.f16x2 %0, %1, %2;"
+            : "=r"(pair[i])
+            : "r"((two & 0x00800080u) << 8 | (two & 0x007f007fu) << 7), "r"(0x5c005c00u));
         if ((two & 0x7fu) == 0x7fu) pair[i] |= 0x7fffu;
         if ((two & 0x7f0000u) == 0x7f0000u) pair[i] |= 0x7fff0000u;
     }

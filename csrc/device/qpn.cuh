@@ -1,5 +1,6 @@
 // The bank as device code sees it: constants of the layout and index maths, without one CUDA word,
-// so that g++ compiles it for the tests. loader/bank.py and csrc/host/layout.h hold the same values.
+// so that g++ compiles it for the tests. loader/bank.py and csrc/host/layout.h hold the same
+// values.
 #pragma once
 #include "macros.cuh"
 
@@ -9,14 +10,15 @@ constexpr int kTile = 32;        // columns of one tile
 constexpr int kRowsPerWord = 8;  // consecutive K in one weight word
 constexpr int kNibbleOfRow[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 static_assert(kTile * 4 == 128, "one tile row is one 128-byte line: a warp loads it as one piece");
-static_assert(kNibbleOfRow[1] == kNibbleOfRow[0] + 4, "rows j and j + 1 are the halves of one mask");
+static_assert(kNibbleOfRow[1] == kNibbleOfRow[0] + 4,
+              "rows j and j + 1 are the halves of one mask");
 
-enum Kind : int { kInt4 = 0, kE2m1 = 1, kPlain = 2 };                    // KINDS
-enum Layout : int { kCompact = 0, kRecord = 1, kWide = 2, kAsIs = 3 };   // LAYOUTS
-enum ScaleDtype : int { kF16 = 0, kBf16 = 1, kU8 = 2 };                  // SCALE_DTYPES
-enum Sense : int { kNoGlobal = 0, kMultiplier = 1, kDivisor = 2 };       // GLOBAL_SENSES
+enum Kind : int { kInt4 = 0, kE2m1 = 1, kPlain = 2 };                   // KINDS
+enum Layout : int { kCompact = 0, kRecord = 1, kWide = 2, kAsIs = 3 };  // LAYOUTS
+enum ScaleDtype : int { kF16 = 0, kBf16 = 1, kU8 = 2 };                 // SCALE_DTYPES
+enum Sense : int { kNoGlobal = 0, kMultiplier = 1, kDivisor = 2 };      // GLOBAL_SENSES
 enum Float : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
-enum Family : int { kHost = 0, kQuadpair = 1, kM16n8k16 = 2 };           // FAMILIES
+enum Family : int { kHost = 0, kQuadpair = 1, kM16n8k16 = 2 };  // FAMILIES
 
 // What a warp takes at a time: blocks of 32 rows, four of them a chunk.
 constexpr int kBlockRows = 32;
@@ -24,8 +26,8 @@ constexpr int kChunkBlocks = 4;
 constexpr int kChunkRows = kBlockRows * kChunkBlocks;
 constexpr int kSegmentRows = 16;  // group and phase are multiples of it
 constexpr int kPassRows = 8;      // activation rows that one pass over an expert serves
-constexpr int kPitch = 36;        // floats of a row of partial sums: 32 columns, skewed over the banks
-constexpr int kMostSelected = 64; // experts of a token that `qpn_m1` takes
+constexpr int kPitch = 36;  // floats of a row of partial sums: 32 columns, skewed over the banks
+constexpr int kMostSelected = 64;  // experts of a token that `qpn_m1` takes
 
 // One bank. `seg_magic`, 2^31 over the group rounded up, divides segments by it: exact below 2^15
 // segments (2^19 rows) and groups.
@@ -61,7 +63,8 @@ QPN_BOTH bool shape_bank(Bank& bank, int64_t experts, int64_t k, int64_t n, int6
                          int64_t phase, int64_t projections) {
     const int64_t most = int64_t(1) << 19;
     if (experts < 1 || experts > most || k < 1 || k > most || n < 1 || n > most) return false;
-    if (group < kSegmentRows || group % kSegmentRows || phase < 0 || phase % kSegmentRows) return false;
+    if (group < kSegmentRows || group % kSegmentRows || phase < 0 || phase % kSegmentRows)
+        return false;
     if (phase >= group || projections < 1 || projections > 2 || n % projections) return false;
     bank.experts = int32_t(experts);
     bank.k = int32_t(k);
@@ -71,7 +74,8 @@ QPN_BOTH bool shape_bank(Bank& bank, int64_t experts, int64_t k, int64_t n, int6
     bank.tiles = int32_t((n + kTile - 1) / kTile);
     // A group longer than all rows is one group: its exact length does not matter.
     const int64_t rows = phase + int64_t(bank.blocks) * kBlockRows;
-    const int64_t kept = group < rows ? group : (rows + kSegmentRows - 1) / kSegmentRows * kSegmentRows;
+    const int64_t kept =
+        group < rows ? group : (rows + kSegmentRows - 1) / kSegmentRows * kSegmentRows;
     bank.row_entries = bank.tiles * kTile;
     bank.groups = int32_t((phase + k + group - 1) / group);
     bank.group_segments = int32_t(kept / kSegmentRows);

@@ -1,8 +1,8 @@
 // The family of SM70 and SM75: weights are the A operand of m8n8k4, activations are B, fp16 alone.
 //
 // Each lane holds one column (a row of A) and eight consecutive K: one word feeds two products. The
-// eight lanes of a quadpair hold eight columns; B is the same for all four quadpairs, lane l giving row
-// l % 4 + 4 (l / 16) of the pass. Sums of (q - z) over one group are scaled in fp32.
+// eight lanes of a quadpair hold eight columns; B is the same for all four quadpairs, lane l giving
+// row l % 4 + 4 (l / 16) of the pass. Sums of (q - z) over one group are scaled in fp32.
 #pragma once
 #include "access.cuh"
 #include "closing.cuh"
@@ -12,9 +12,12 @@
 namespace qpn {
 
 struct QuadLane {
-    int32_t lane, token, column;  // column: first of the two that its sums belong to, the other is 2 on
+    int32_t lane, token,
+        column;  // column: first of the two that its sums belong to, the other is 2 on
     QPN_DEVICE explicit QuadLane(int32_t number)
-        : lane(number), token(number % 4 + number / 16 * 4), column((number & 16) + (number / 4 % 4) * 4 + (number & 1)) {}
+        : lane(number),
+          token(number % 4 + number / 16 * 4),
+          column((number & 16) + (number / 4 % 4) * 4 + (number & 1)) {}
 };
 
 // Scale and zero point, or fp16 scale and bias, of one column in one group.
@@ -50,7 +53,8 @@ QPN_DEVICE ColumnScale column_scale(const Bank& bank, int64_t slot, int32_t grou
         bits = reinterpret_cast<const uint32_t*>(bank.plane)[at];
         bias = bits >> 16;
         out.scale = half_to_float(bits & 0xffffu);
-        if (!kFused) zero = out.scale == 0.0f ? 0.0f : rintf(__fdividef(-half_to_float(bias), out.scale));
+        if (!kFused)
+            zero = out.scale == 0.0f ? 0.0f : rintf(__fdividef(-half_to_float(bias), out.scale));
     }
     if constexpr (kFused) {
         const uint32_t scale = float_to_half(out.scale);
@@ -73,16 +77,19 @@ QPN_DEVICE void quad_pairs(uint32_t w, const ColumnScale& of, uint32_t (&p)[4]) 
         fused_pairs(w, of.first, of.second, p);
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) p[i] = half2_sub((w >> (4 * i) & 0x000f000fu) | 0x64006400u, of.first);
+        for (int i = 0; i < 4; ++i)
+            p[i] = half2_sub((w >> (4 * i) & 0x000f000fu) | 0x64006400u, of.first);
     }
 }
 
 // One chunk of 128 rows of one tile: adds to `total`, whose entry i is column + (i & 2) and token
 // (i & 4) + (lane & 2) + (i & 1).
 template <bool kE2, bool kFused>
-QPN_DEVICE void quad_chunk(float (&total)[8], const Bank& bank, int32_t slot, int32_t tile, int32_t chunk, const uint16_t* x, const QuadLane& lane) {
+QPN_DEVICE void quad_chunk(float (&total)[8], const Bank& bank, int32_t slot, int32_t tile,
+                           int32_t chunk, const uint16_t* x, const QuadLane& lane) {
     constexpr int kWords = kChunkRows / kRowsPerWord;
-    const uint32_t* from = bank.words + bank.tile_at(slot, tile) + int64_t(chunk) * (kWords * kTile) + lane.lane;
+    const uint32_t* from =
+        bank.words + bank.tile_at(slot, tile) + int64_t(chunk) * (kWords * kTile) + lane.lane;
     const int32_t there = min(bank.blocks * (kBlockRows / kRowsPerWord) - chunk * kWords, kWords);
     uint32_t words[kWords];
 #pragma unroll
@@ -100,7 +107,8 @@ QPN_DEVICE void quad_chunk(float (&total)[8], const Bank& bank, int32_t slot, in
         mma_8x8x4(sum, p[0], p[1], b.x, b.y);
         mma_8x8x4(sum, p[2], p[3], b.z, b.w);
         if (i % 2 == 0) continue;
-        const int32_t next = i + 1 < kWords ? bank.group_of(chunk * (kWords / 2) + (i + 1) / 2) : -1;
+        const int32_t next =
+            i + 1 < kWords ? bank.group_of(chunk * (kWords / 2) + (i + 1) / 2) : -1;
         if (next == group) continue;
         const float scale = kE2 ? of.scale * Codes<Half, kE2m1>::kBack : of.scale;
         const float low = __shfl_sync(0xffffffffu, scale, lane.column);
@@ -125,11 +133,13 @@ QPN_DEVICE void quad_passes(const Step& step) {
     const PassLayout at(kWarps, step.w13.experts, step.tokens * step.top_k, 0);
     if (kFirst) wait_for_launch_before();
     let_next_launch_start();
-    Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts, step.tokens * step.top_k);
+    Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts,
+                    step.tokens * step.top_k);
     compact_rows(routing, step);
     if (!kFirst) wait_for_launch_before();
     const int64_t tasks = int64_t(routing.passes) * bank.tiles;
-    const int32_t begin = int32_t(tasks * blockIdx.x / gridDim.x), end = int32_t(tasks * (blockIdx.x + 1) / gridDim.x);
+    const int32_t begin = int32_t(tasks * blockIdx.x / gridDim.x),
+                  end = int32_t(tasks * (blockIdx.x + 1) / gridDim.x);
     for (int32_t task = begin; task < end; ++task) {
         const int32_t pass = task / bank.tiles, tile = task % bank.tiles;
         const uint16_t* x = input_of<kFirst>(step, routing, pass, lane.token);
@@ -139,7 +149,8 @@ QPN_DEVICE void quad_passes(const Step& step) {
         float* part = reinterpret_cast<float*>(shared) + (task & 1) * (kWarps * kPassRows * kPitch);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            part[(warp * kPassRows + (i & 4) + (lane.lane & 2) + (i & 1)) * kPitch + lane.column + (i & 2)] = total[i];
+            part[(warp * kPassRows + (i & 4) + (lane.lane & 2) + (i & 1)) * kPitch + lane.column +
+                 (i & 2)] = total[i];
         __syncthreads();
         add_up<Half, kFirst>(step, routing, pass, tile, 1, kWarps, shared_address(part), kWarps);
     }

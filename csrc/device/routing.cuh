@@ -22,29 +22,39 @@ struct Step {
 };
 
 QPN_DEVICE int32_t slot_of_row(const Step& step, int32_t row) {
-    const int64_t id = step.ids_are_64 ? static_cast<const int64_t*>(step.ids)[row] : static_cast<const int32_t*>(step.ids)[row];
+    const int64_t id = step.ids_are_64 ? static_cast<const int64_t*>(step.ids)[row]
+                                       : static_cast<const int32_t*>(step.ids)[row];
     if (id < 0 || id >= step.experts) return -1;
     const int32_t slot = step.expert_map[id];
     return slot < step.w13.experts ? slot : -1;
 }
 
-// Lines that a step reads first are asked for while the launch before may still write some of them: a
-// value is taken only after waiting for it.
+// Lines that a step reads first are asked for while the launch before may still write some of them:
+// a value is taken only after waiting for it.
 QPN_DEVICE void prefetch_routing(const Step& step) {
-    for (int32_t i = threadIdx.x; i * 32 < step.experts; i += blockDim.x) prefetch_line(step.expert_map + i * 32);
+    for (int32_t i = threadIdx.x; i * 32 < step.experts; i += blockDim.x)
+        prefetch_line(step.expert_map + i * 32);
     const int64_t rows = int64_t(step.tokens) * step.top_k;
-    for (int64_t at = threadIdx.x * 128; at < rows * (step.ids_are_64 ? 8 : 4); at += blockDim.x * 128)
+    for (int64_t at = threadIdx.x * 128; at < rows * (step.ids_are_64 ? 8 : 4);
+         at += blockDim.x * 128)
         prefetch_line(static_cast<const uint8_t*>(step.ids) + at);
     for (int64_t at = threadIdx.x * 128; at < rows * 4; at += blockDim.x * 128)
-        prefetch_line(static_cast<const uint8_t*>(step.weights) + (step.weight_dtype == kFloat64 ? at * 2 : step.weight_dtype == kFloat32 ? at : at / 2));
+        prefetch_line(static_cast<const uint8_t*>(step.weights) +
+                      (step.weight_dtype == kFloat64   ? at * 2
+                       : step.weight_dtype == kFloat32 ? at
+                                                       : at / 2));
 }
 
 QPN_DEVICE float router_weight(const Step& step, int32_t row) {
     switch (step.weight_dtype) {
-        case kFloat16: return half_to_float(static_cast<const uint16_t*>(step.weights)[row]);
-        case kBfloat16: return bf16_to_float(static_cast<const uint16_t*>(step.weights)[row]);
-        case kFloat64: return float(static_cast<const double*>(step.weights)[row]);
-        default: return static_cast<const float*>(step.weights)[row];
+        case kFloat16:
+            return half_to_float(static_cast<const uint16_t*>(step.weights)[row]);
+        case kBfloat16:
+            return bf16_to_float(static_cast<const uint16_t*>(step.weights)[row]);
+        case kFloat64:
+            return float(static_cast<const double*>(step.weights)[row]);
+        default:
+            return static_cast<const float*>(step.weights)[row];
     }
 }
 
@@ -103,8 +113,8 @@ QPN_DEVICE uint32_t scan_block(uint32_t mine, int32_t* totals, uint32_t& all) {
 }
 
 // All threads of a block take part; at most kMostRows rows. Every block of a launch must deal the
-// same rows to the same passes, so rows keep their order within an expert: one warp ranks them, 32 at
-// a time.
+// same rows to the same passes, so rows keep their order within an expert: one warp ranks them, 32
+// at a time.
 QPN_DEVICE void compact_rows(Routing& r, const Step& step) {
     const int32_t slots = step.w13.experts, rows = step.tokens * step.top_k;
     const int32_t thread = threadIdx.x, threads = blockDim.x;

@@ -22,19 +22,25 @@ const char* read_bank(const int64_t* numbers, void* const* tensors, const int64_
     bank.layout = int32_t(numbers[1]);
     bank.scale_dtype = int32_t(numbers[8]);
     bank.sense = int32_t(numbers[9]);
-    if (bank.kind != kInt4 && bank.kind != kE2m1) return "the kernels read int4 and e2m1 banks only";
-    if (bank.layout < kCompact || bank.layout > kWide || (bank.kind == kE2m1 && bank.layout == kRecord))
+    if (bank.kind != kInt4 && bank.kind != kE2m1)
+        return "the kernels read int4 and e2m1 banks only";
+    if (bank.layout < kCompact || bank.layout > kWide ||
+        (bank.kind == kE2m1 && bank.layout == kRecord))
         return "the metadata layout is not one that the kernels read";
     if (!shape_bank(bank, numbers[2], numbers[3], numbers[4], numbers[5], numbers[6], numbers[7]))
         return "the sizes of a bank are out of range";
     if (bank.k % kRowsPerWord) return "K of a bank is no multiple of 8";
-    bank.entry_bytes = bank.kind == kE2m1 ? (bank.layout == kWide ? 2 : 1) : (bank.layout == kCompact ? 2 : bank.layout == kRecord ? 3 : 4);
+    bank.entry_bytes = bank.kind == kE2m1 ? (bank.layout == kWide ? 2 : 1)
+                                          : (bank.layout == kCompact  ? 2
+                                             : bank.layout == kRecord ? 3
+                                                                      : 4);
     const bool three = bank.layout == kCompact;
     const int64_t needs = three ? 3 : 2;
     if (used + needs > count) return "tensors of a bank are missing";
     for (int64_t i = 0; i < needs; ++i) {
         if (bytes[used + i] < plane_bytes(bank, int(i))) return "a tensor of a bank is too small";
-        if (reinterpret_cast<uintptr_t>(tensors[used + i]) % 16) return "a tensor of a bank is off its boundary of 16 bytes";
+        if (reinterpret_cast<uintptr_t>(tensors[used + i]) % 16)
+            return "a tensor of a bank is off its boundary of 16 bytes";
     }
     bank.words = static_cast<const uint32_t*>(tensors[used]);
     bank.plane = static_cast<const uint8_t*>(tensors[used + 1]);

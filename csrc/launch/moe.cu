@@ -41,10 +41,14 @@ struct Launcher {
     cudaError_t run(const Kernel& kernel, dim3 grid, int64_t shared, unsigned cluster = 1) const {
         cudaError_t status = cudaSuccess;
         if (shared > kUsualSharedBytes)
-            status = cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-        // One division of cache and shared memory for all: a processor has to run empty to change it.
+            status = cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          int(shared));
+        // One division of cache and shared memory for all: a processor has to run empty to change
+        // it.
         if (status == cudaSuccess)
-            status = cudaFuncSetAttribute(kernel.run, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+            status =
+                cudaFuncSetAttribute(kernel.run, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                     cudaSharedmemCarveoutMaxShared);
         if (status != cudaSuccess) return status;
         cudaLaunchConfig_t config{};
         config.gridDim = grid;
@@ -66,7 +70,9 @@ struct Launcher {
     unsigned cluster_of_tile(int warps) const {
         unsigned cluster = 1;
         if (card.major < 9) return cluster;
-        while (cluster < 2 && cluster * 2 <= call.top_k && step.w2.tiles * cluster * 2 * warps <= 24 * card.processors) cluster *= 2;
+        while (cluster < 2 && cluster * 2 <= call.top_k &&
+               step.w2.tiles * cluster * 2 * warps <= 24 * card.processors)
+            cluster *= 2;
         return cluster;
     }
 
@@ -77,15 +83,20 @@ struct Launcher {
         const unsigned cluster = cluster_of_tile(second.warps);
         const int64_t experts = (call.top_k + cluster - 1) / cluster;
         step.splits2 = 1;
-        while (experts * step.splits2 * 2 <= second.warps && step.w2.chunks() >= 2 * step.splits2) step.splits2 *= 2;
+        while (experts * step.splits2 * 2 <= second.warps && step.w2.chunks() >= 2 * step.splits2)
+            step.splits2 *= 2;
         OneLayout one(step.w13.chunks(), 1, 2 * first.warps, first.ring_bytes);
-        const OneLayout two(step.w2.chunks(), int(experts), int(call.top_k * step.splits2), second.ring_bytes);
-        if (one.bytes > card.block_bytes - 1024 || two.bytes > card.block_bytes - 1024) return false;
+        const OneLayout two(step.w2.chunks(), int(experts), int(call.top_k * step.splits2),
+                            second.ring_bytes);
+        if (one.bytes > card.block_bytes - 1024 || two.bytes > card.block_bytes - 1024)
+            return false;
         // One block of W13 a processor, never two: W2 starts beside it, and then all end together.
         if (one.bytes + two.bytes <= card.block_bytes && one.bytes <= card.block_bytes / 2)
             one.bytes = card.block_bytes / 2 + 1024;
-        status = run(first, dim3(unsigned(tasks < card.processors ? tasks : card.processors)), one.bytes);
-        if (status == cudaSuccess) status = run(second, dim3(unsigned(step.w2.tiles) * cluster), two.bytes, cluster);
+        status = run(first, dim3(unsigned(tasks < card.processors ? tasks : card.processors)),
+                     one.bytes);
+        if (status == cudaSuccess)
+            status = run(second, dim3(unsigned(step.w2.tiles) * cluster), two.bytes, cluster);
         return true;
     }
 
@@ -93,18 +104,24 @@ struct Launcher {
     bool passes(cudaError_t& status) {
         const int64_t rows = call.tokens * call.top_k;
         const Kernel first = kernel(kFirst), second = kernel(kSecond);
-        const PassLayout one(first.warps, step.w13.experts, rows, first.ring_bytes), two(second.warps, step.w13.experts, rows, second.ring_bytes);
-        if (one.bytes > card.block_bytes - 1024 || two.bytes > card.block_bytes - 1024) return false;
+        const PassLayout one(first.warps, step.w13.experts, rows, first.ring_bytes),
+            two(second.warps, step.w13.experts, rows, second.ring_bytes);
+        if (one.bytes > card.block_bytes - 1024 || two.bytes > card.block_bytes - 1024)
+            return false;
         step.splits13 = splits_of(step.w13, first.warps, 2);
         step.splits2 = splits_of(step.w2, second.warps, 4);
         const int64_t most = 2 * card.processors;
-        const auto blocks = [&](const Bank& bank) { return dim3(unsigned(rows * bank.tiles < most ? rows * bank.tiles : most)); };
+        const auto blocks = [&](const Bank& bank) {
+            return dim3(unsigned(rows * bank.tiles < most ? rows * bank.tiles : most));
+        };
         status = run(first, blocks(step.w13), one.bytes);
         if (status == cudaSuccess) status = run(second, blocks(step.w2), two.bytes);
         if (status != cudaSuccess) return true;
         const Kernel sum = kernel(kSum);
         const int64_t columns = int64_t(sum.warps) * 32 * 8;
-        status = run(sum, dim3(unsigned(rounded_up(step.w2.n, columns) / columns), unsigned(call.tokens)), 0);
+        status =
+            run(sum,
+                dim3(unsigned(rounded_up(step.w2.n, columns) / columns), unsigned(call.tokens)), 0);
         return true;
     }
 
@@ -118,24 +135,36 @@ struct Launcher {
 
 int64_t hidden_pitch(const Step& step) { return int64_t(step.w2.blocks) * kBlockRows; }
 
-int64_t hidden_bytes(const Step& step, int64_t rows) { return rounded_up(rows * hidden_pitch(step) * 2, 256); }
+int64_t hidden_bytes(const Step& step, int64_t rows) {
+    return rounded_up(rows * hidden_pitch(step) * 2, 256);
+}
 
 const char* check(const MoeCall& call, const Step& step) {
     const int64_t rows = call.tokens * call.top_k;
-    if (call.tokens < 1 || call.top_k < 1 || call.experts < 1 || call.tokens > kMostRows || call.top_k > kMostRows || rows > kMostRows)
+    if (call.tokens < 1 || call.top_k < 1 || call.experts < 1 || call.tokens > kMostRows ||
+        call.top_k > kMostRows || rows > kMostRows)
         return "the number of rows is not that of a decode step";
-    if (call.dtype != kFloat16 && call.dtype != kBfloat16) return "the kernels take fp16 and bf16 activations";
+    if (call.dtype != kFloat16 && call.dtype != kBfloat16)
+        return "the kernels take fp16 and bf16 activations";
     if (call.family != kQuadpair && call.family != kM16n8k16) return "no such family of kernels";
-    if (call.family == kQuadpair && call.dtype != kFloat16) return "the quadpair kernels take fp16 activations only";
-    if (call.weight_dtype < kFloat16 || call.weight_dtype > kFloat64) return "router weights of this dtype are not read";
-    const int64_t weight_bytes = call.weight_dtype == kFloat64 ? 8 : call.weight_dtype == kFloat32 ? 4 : 2;
-    if (call.x_bytes < call.tokens * step.w13.k * 2 || call.out_bytes < call.tokens * step.w2.n * 2 ||
-        call.ids_bytes < rows * (call.ids_are_64 ? 8 : 4) || call.weights_bytes < rows * weight_bytes ||
-        call.expert_map_bytes < call.experts * 4)
+    if (call.family == kQuadpair && call.dtype != kFloat16)
+        return "the quadpair kernels take fp16 activations only";
+    if (call.weight_dtype < kFloat16 || call.weight_dtype > kFloat64)
+        return "router weights of this dtype are not read";
+    const int64_t weight_bytes = call.weight_dtype == kFloat64   ? 8
+                                 : call.weight_dtype == kFloat32 ? 4
+                                                                 : 2;
+    if (call.x_bytes < call.tokens * step.w13.k * 2 ||
+        call.out_bytes < call.tokens * step.w2.n * 2 ||
+        call.ids_bytes < rows * (call.ids_are_64 ? 8 : 4) ||
+        call.weights_bytes < rows * weight_bytes || call.expert_map_bytes < call.experts * 4)
         return "an input or the output is smaller than its shape";
-    if (call.scratch_bytes < moe_scratch_bytes(step, call.tokens, call.top_k)) return "the scratch is smaller than this many tokens need";
-    for (const void* pointer : {call.x, static_cast<const void*>(call.out), static_cast<const void*>(call.scratch)})
-        if (reinterpret_cast<uintptr_t>(pointer) % 16) return "activations, output or scratch are off their boundary of 16 bytes";
+    if (call.scratch_bytes < moe_scratch_bytes(step, call.tokens, call.top_k))
+        return "the scratch is smaller than this many tokens need";
+    for (const void* pointer :
+         {call.x, static_cast<const void*>(call.out), static_cast<const void*>(call.scratch)})
+        if (reinterpret_cast<uintptr_t>(pointer) % 16)
+            return "activations, output or scratch are off their boundary of 16 bytes";
     return nullptr;
 }
 
@@ -146,7 +175,8 @@ int64_t moe_scratch_bytes(const Step& step, int64_t tokens, int64_t top_k) {
     return hidden_bytes(step, rows) + rows * step.w2.n * 2;
 }
 
-const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream, cudaError_t& status) {
+const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream,
+                cudaError_t& status) {
     const char* wrong = check(call, step);
     if (wrong != nullptr) return wrong;
     step.x = static_cast<const uint16_t*>(call.x);
@@ -165,7 +195,8 @@ const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream
     Launcher launcher{call, step, Processor(), fused, stream};
     status = launcher.card.status;
     if (status != cudaSuccess) return nullptr;
-    const bool one = call.in_router_order && call.tokens == 1 && call.top_k <= kMostSelected && call.family == kM16n8k16;
+    const bool one = call.in_router_order && call.tokens == 1 && call.top_k <= kMostSelected &&
+                     call.family == kM16n8k16;
     if (!(one && launcher.one_token(status)) && !launcher.passes(status))
         return "more rows or experts than one step of these kernels takes";
     return nullptr;

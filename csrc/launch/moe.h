@@ -1,4 +1,5 @@
-// One step of one MoE layer on a card: what the kernels take, filled and checked from plain numbers.
+// One step of one MoE layer on a card: what the kernels take, filled and checked from plain
+// numbers.
 #pragma once
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -22,11 +23,13 @@ struct MoeCall {
 const char* read_banks(const int64_t* numbers, void* const* tensors, const int64_t* bytes,
                        int64_t count, Step& step, bool& fused);
 
-// Bytes of scratch that a step needs: SwiGLU outputs, and W2 results where several tokens share them.
+// Bytes of scratch that a step needs: SwiGLU outputs, and W2 results where several tokens share
+// them.
 int64_t moe_scratch_bytes(const Step& step, int64_t tokens, int64_t top_k);
 
 // Enqueues one step: null on success, else what does not fit. `status` is what CUDA says.
-const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream, cudaError_t& status);
+const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream,
+                cudaError_t& status);
 
 // Tiles of one expert as fp32 or bf16; see device/dequantize.cuh.
 struct Dequantize;

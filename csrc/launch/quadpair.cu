@@ -11,11 +11,14 @@ template <bool kE2, bool kFused, bool kIsFirst>
 __global__ void __launch_bounds__(kWarps * 32, 2) quad_kernel(const __grid_constant__ Step step) {
     quad_passes<kE2, kFused, kWarps, kIsFirst>(step);
 }
-__global__ void __launch_bounds__(64) quad_sum_kernel(const __grid_constant__ Step step) { sum_rows<Half>(step); }
+__global__ void __launch_bounds__(64) quad_sum_kernel(const __grid_constant__ Step step) {
+    sum_rows<Half>(step);
+}
 
 template <bool kE2, bool kFused>
 Kernel quad(Part part) {
-    return {part == kFirst ? quad_kernel<kE2, kFused, true> : quad_kernel<kE2, kFused, false>, kWarps, 0};
+    return {part == kFirst ? quad_kernel<kE2, kFused, true> : quad_kernel<kE2, kFused, false>,
+            kWarps, 0};
 }
 
 }  // namespace

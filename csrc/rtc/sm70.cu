@@ -1,15 +1,29 @@
-// The kernels for SM70, as one unit without a standard header: NVRTC 12.8 makes a cubin of it. A build
-// by nvcc 12.x takes the same device code by csrc/launch instead (docs/build.md).
+// The kernels for SM70, as one unit without a standard header: NVRTC 12.8 makes a cubin of it. A
+// build by nvcc 12.x takes the same device code by csrc/launch instead (docs/build.md).
 #include "../device/quadpair.cuh"
 #include "../device/dequantize.cuh"
 
 #define QPN_RTC extern "C" __global__ void __launch_bounds__(256, 2)
 
-QPN_RTC qpn_sm70_int4_w13(const __grid_constant__ qpn::Step step) { qpn::quad_passes<false, false, 8, true>(step); }
-QPN_RTC qpn_sm70_int4_w2(const __grid_constant__ qpn::Step step) { qpn::quad_passes<false, false, 8, false>(step); }
-QPN_RTC qpn_sm70_fused_w13(const __grid_constant__ qpn::Step step) { qpn::quad_passes<false, true, 8, true>(step); }
-QPN_RTC qpn_sm70_fused_w2(const __grid_constant__ qpn::Step step) { qpn::quad_passes<false, true, 8, false>(step); }
-QPN_RTC qpn_sm70_e2m1_w13(const __grid_constant__ qpn::Step step) { qpn::quad_passes<true, false, 8, true>(step); }
-QPN_RTC qpn_sm70_e2m1_w2(const __grid_constant__ qpn::Step step) { qpn::quad_passes<true, false, 8, false>(step); }
+QPN_RTC qpn_sm70_int4_w13(const __grid_constant__ qpn::Step step) {
+    qpn::quad_passes<false, false, 8, true>(step);
+}
+QPN_RTC qpn_sm70_int4_w2(const __grid_constant__ qpn::Step step) {
+    qpn::quad_passes<false, false, 8, false>(step);
+}
+QPN_RTC qpn_sm70_fused_w13(const __grid_constant__ qpn::Step step) {
+    qpn::quad_passes<false, true, 8, true>(step);
+}
+QPN_RTC qpn_sm70_fused_w2(const __grid_constant__ qpn::Step step) {
+    qpn::quad_passes<false, true, 8, false>(step);
+}
+QPN_RTC qpn_sm70_e2m1_w13(const __grid_constant__ qpn::Step step) {
+    qpn::quad_passes<true, false, 8, true>(step);
+}
+QPN_RTC qpn_sm70_e2m1_w2(const __grid_constant__ qpn::Step step) {
+    qpn::quad_passes<true, false, 8, false>(step);
+}
 QPN_RTC qpn_sm70_sum(const __grid_constant__ qpn::Step step) { qpn::sum_rows<qpn::Half>(step); }
-QPN_RTC qpn_sm70_dequantize(const __grid_constant__ qpn::Dequantize call) { qpn::dequantize_tiles(call); }
+QPN_RTC qpn_sm70_dequantize(const __grid_constant__ qpn::Dequantize call) {
+    qpn::dequantize_tiles(call);
+}
