@@ -21,6 +21,8 @@ from loader.structs import FLOATS, Error, Linear, Moe
 
 _LIBRARY = "_core"
 _LAYER_NUMBERS = 21
+_INTERFACE = 2
+"""``qpn_interface`` of csrc/host/api.cpp: a library of other sources is not called."""
 _FINDINGS_EACH = 3
 """Most kinds of finding that one piece, or one expert of one bank, can have."""
 
@@ -60,6 +62,9 @@ class Core:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
+        found = _interface_of(self._library)
+        if found != _INTERFACE:
+            raise OSError(f"it has interface {found}, not {_INTERFACE}: build the package again")
         self._library.qpn_moe_scratch.restype = ctypes.c_int64
         self._library.qpn_linear_scratch.restype = ctypes.c_int64
         self._library.qpn_isa_name.restype = ctypes.c_char_p
@@ -68,8 +73,6 @@ class Core:
         self.threads = usable_cores()
         # Read buffer of each thread: small enough to stay in its cache until it is converted.
         self.buffer_bytes = 1 << 20
-        if self._library.qpn_layer_numbers() != _LAYER_NUMBERS:
-            raise OSError("the library was built for another version of the package")
 
     def isa_name(self) -> str:
         """The instruction set in use, as it is shown."""
@@ -322,6 +325,13 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _interface_of(library: ctypes.CDLL) -> int:
+    try:
+        return int(library.qpn_interface())
+    except AttributeError:  # from before interfaces had numbers
+        return 0
 
 
 def find_core() -> tuple[Core | None, str]:

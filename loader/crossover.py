@@ -73,12 +73,10 @@ class Crossovers:
         """Best of a few steps under the given routes."""
         device = self._workspace.scratch.device
         experts = self._workspace.expert_map.numel()
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn((tokens, spec.w13.k), generator=generator).to(device, self._dtype)
-        ids = (
-            torch.rand((tokens, experts), generator=generator).topk(self._top_k).indices.to(device)
-        )
-        weights = torch.full(ids.shape, 1 / self._top_k, device=device)
+        generator = torch.Generator("cpu").manual_seed(tokens)
+        x = _random((tokens, spec.w13.k), generator).to(device, self._dtype)
+        ids = _random((tokens, experts), generator).topk(self._top_k).indices.to(device)
+        weights = torch.full(ids.shape, 1 / self._top_k, dtype=torch.float32, device=device)
         out = torch.empty_like(x)
         seconds = []
         for _ in range(_RUNS):
@@ -98,6 +96,10 @@ class Crossovers:
             _finish_work(device)
             seconds.append(perf_counter() - started)
         return min(seconds)
+
+
+def _random(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _finish_work(device: torch.device) -> None:

@@ -87,7 +87,6 @@ class CudaRoutes:
         self._core = core
         self.family = family_of(architecture)
         self.dtypes = (torch.float16, torch.bfloat16) if architecture >= 80 else (torch.float16,)
-        core.library.qpn_cuda_moe_scratch.restype = ctypes.c_int64
 
     def moe(
         self,

@@ -25,6 +25,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -63,7 +64,7 @@ def read_tensor(
         _read(source, file, begin, flat)
         return result
     each = PIECE_BYTES // own.itemsize
-    piece = torch.empty(min(each, flat.numel()), dtype=own)
+    piece = torch.empty(min(each, flat.numel()), dtype=own, device="cpu")
     for first in range(0, flat.numel(), each):
         some = piece[: min(each, flat.numel() - first)]
         _read(source, file, begin + first * own.itemsize, some)

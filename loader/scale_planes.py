@@ -68,7 +68,11 @@ class ScalePlanes:
             or (kind == Kind.NOT_BF16) == self._is_bf16(int(pieces[subject]["bank"]))
             for subject, kind in findings[:, :2].tolist()
         ]
-        return findings[torch.tensor(kept, dtype=torch.bool)] if kept else findings
+        return (
+            findings[torch.tensor(kept, dtype=torch.bool, device=findings.device)]
+            if kept
+            else findings
+        )
 
 
 def _turn_to_bf16(converter: LayerConverter, bank: int) -> None:

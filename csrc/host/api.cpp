@@ -159,7 +159,8 @@ QPN_API void qpn_populate(uint8_t* memory, int64_t bytes, int threads) {
 #endif
 }
 
-QPN_API int qpn_layer_numbers(void) { return kLayerNumbers; }
+// Raised with every change of a call, of its structs or of what their numbers mean.
+QPN_API int qpn_interface(void) { return 2; }
 
 namespace {
 

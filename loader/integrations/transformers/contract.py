@@ -19,7 +19,12 @@ _UNSERVED = {
     "has_post_expert_norm": "its experts end in a norm",
 }
 _PROBE = torch.tensor(
-    [[-50.0, -3.0, 0.5, 40.0, -60.0, -1.0, 2.0, 70.0], [0.0, 9.0, -9.0, 1.0, 1.0, 30.0, -30.0, 0.1]]
+    [
+        [-50.0, -3.0, 0.5, 40.0, -60.0, -1.0, 2.0, 70.0],
+        [0.0, 9.0, -9.0, 1.0, 1.0, 30.0, -30.0, 0.1],
+    ],
+    dtype=torch.float32,
+    device="cpu",
 )
 """Gate then up: large values too, so that a limit on either shows."""
 
@@ -51,9 +56,9 @@ def fault_of(module: torch.nn.Module) -> str | None:
 def _gated(module: torch.nn.Module) -> torch.Tensor:
     apply_gate = inspect.getattr_static(type(module), "_apply_gate", None)
     if apply_gate is not None:
-        return torch.as_tensor(apply_gate(module, _PROBE))
+        return torch.as_tensor(apply_gate(module, _PROBE), device="cpu")
     gate, up = _PROBE.chunk(2, dim=-1)
-    return torch.as_tensor(module.get_submodule("act_fn")(gate)) * up
+    return torch.as_tensor(module.get_submodule("act_fn")(gate), device="cpu") * up
 
 
 def sizes_of(module: torch.nn.Module) -> tuple[int, int, int]:

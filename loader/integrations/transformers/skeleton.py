@@ -37,8 +37,8 @@ class Awaited(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         # Some models initialise the weights of their experts from the outside: nothing to do here.
-        self.gate_up_proj = torch.empty(0)
-        self.down_proj = torch.empty(0)
+        self.gate_up_proj = torch.empty(0, device="cpu")
+        self.down_proj = torch.empty(0, device="cpu")
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to run yet."""

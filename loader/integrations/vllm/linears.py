@@ -56,7 +56,7 @@ class Names:
 
     def find(self, name: str) -> Place | None:
         """The place of a module of the checkpoint; None where vLLM has none, or one of several."""
-        places = [(f"{name}.weight", torch.empty(0))]
+        places = [(f"{name}.weight", torch.empty(0, device="cpu"))]
         if self._mapper is not None:
             places = list(self._mapper.apply(places))
         if len(places) != 1:
