@@ -34,7 +34,6 @@ class CudaCore:
         self.library = ctypes.CDLL(str(path))
         self.library.qpn_architectures.restype = ctypes.c_char_p
         self.library.qpn_ring_close.restype = None
-        self.library.qpn_cuda_moe_scratch.restype = ctypes.c_int64
         if self.library.qpn_layer_numbers() != _LAYER_NUMBERS:
             raise OSError("the library was built for another version of the package")
         names = self.library.qpn_architectures().decode().split()

@@ -179,11 +179,9 @@ class CudaRoutes:
 
     def _scratch(self, spec: list[int], tokens: int, top_k: int) -> int:
         numbers = (ctypes.c_int64 * len(spec))(*spec)
-        return int(
-            self._core.library.qpn_cuda_moe_scratch(
-                numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k)
-            )
-        )
+        count = self._core.library.qpn_cuda_moe_scratch
+        count.restype = ctypes.c_int64
+        return int(count(numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k)))
 
     def _legacy(
         self,

@@ -66,9 +66,8 @@ def load(
 ) -> LoadedExperts:
     """Load the experts of a checkpoint into QPN banks on one card.
 
-    ``source``: a local folder, or a Hub repo (``owner/name``) at ``revision``.
-    ``layers``: indices outright, None for all MoE layers.
-    ``staging_bytes``: budget of the read buffers. ``observers`` get every ``LayerEvent``.
+    ``source``: a local folder, or a Hub repo (``owner/name``) at ``revision``. ``layers``: indices
+    outright, None for all. ``staging_bytes``: of the read buffers. ``observers``: get all events.
     ``card_memory``: the card's budget in bytes, None for what is free. ``family``: a naming
     pattern of your own, tried first.
 
@@ -113,18 +112,20 @@ def load_with(
     with memory.nothing_kept(on_card=str(device).startswith("cuda")):
         opened = locate(source, revision)
         try:
-            make_plan = partial(
-                plan_checkpoint,
-                shard=shard or Shard(),
-                policy=resolved,
-                layers=layers,
-                device=device,
-                staging_bytes=staging_bytes,
-                card_memory=card_memory,
-            )
-            with memory.uncollected():
-                plan = make_plan(open_checkpoint(opened, families))
-            return load_plan(plan, observers, baseline, began, peers)
+            # An error keeps this frame, and what has a name in it.
+            @memory.uncollected()
+            def planned() -> Plan:
+                return plan_checkpoint(
+                    open_checkpoint(opened, families),
+                    shard=shard or Shard(),
+                    policy=resolved,
+                    layers=layers,
+                    device=device,
+                    staging_bytes=staging_bytes,
+                    card_memory=card_memory,
+                )
+
+            return load_plan(planned(), observers, baseline, began, peers)
         finally:
             if opened is not source:
                 opened.close()
@@ -198,8 +199,8 @@ class _Load:
                     plan.checkpoint.model.experts,
                     plan.device,
                 )
-            code, top_k = plan.implementation, plan.top_k
-            self.crossovers = Crossovers(code, self.workspace, top_k, self.share)
+            code = plan.implementation
+            self.crossovers = Crossovers(code, self.workspace, plan.top_k, self.share)
             if self.ledger.on_card:
                 # While bytes stream, an allocation waits for the card, and then the ring for it.
                 for layer in plan.layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class FakeCore(CudaCore):
     def __init__(self, *targets: str) -> None:
         self.architectures = tuple(int(t) for t in targets if not t.endswith("+"))
         self.portable = tuple(int(t[:-1]) for t in targets if t.endswith("+"))
+        self.library: Any = SimpleNamespace(qpn_cuda_moe_scratch=lambda *numbers: 4096)
 
 
 def card(architecture: int = 90, *targets: str) -> native.Implementation:

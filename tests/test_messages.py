@@ -91,7 +91,9 @@ def test_an_implementation_that_reads_no_files() -> None:
         native.serving(native.REFERENCE),
         pytest.raises(UnsupportedError, match="converts from memory only"),
     ):
-        native.read(0, 0, table, [], torch.zeros(0, 3), torch.zeros(1, 64, dtype=torch.uint8), [])
+        banks = [torch.zeros(1)]
+        buffers = torch.zeros(1, 64, dtype=torch.uint8)
+        native.read(0, 0, table, banks, torch.zeros(0, 3), buffers, [])
 
 
 def test_a_piece_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def watch(patch: Patch, log: list[Any]) -> None:
 
     class Watched(ConversionCache):
         def __setattr__(self, name: str, value: Any) -> None:
-            if name == "_globals" and value is None and isinstance(self._globals, gone):
+            if name == "_state" and value is None and isinstance(vars(self).get(name), gone):
                 log.append("release")
             super().__setattr__(name, value)
 
@@ -226,7 +226,7 @@ def counted_only(cache: ConversionCache) -> int:
 
 def twice(cache: ConversionCache) -> int:
     ConversionCache.discard(cache)
-    cache._globals = torch.empty((0, 3))
+    cache._state = torch.empty((0, 3))
     ConversionCache.discard(cache)
     cache.released += 1
     return cache.nbytes

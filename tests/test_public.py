@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -199,6 +200,8 @@ def _modules() -> Iterator[ModuleType]:
     root = Path(loader.__file__).parent
     for file in sorted(root.rglob("*.py")):
         parts = ("loader", *file.relative_to(root).with_suffix("").parts)
+        if "vllm" in parts and find_spec("vllm") is None:
+            continue  # looked at where vLLM is, by `make test-vllm`
         if parts[-1] != "__main__":
             yield importlib.import_module(".".join(parts).removesuffix(".__init__"))
 

@@ -271,7 +271,12 @@ def _torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=DEADLINE,
         cwd=HERE.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "120",
+            "PYTHONPATH": f"{HERE.parent}:{HERE}",
+        },
     )
 
 

@@ -291,7 +291,7 @@ def test_staging_that_is_kept_is_told(
     monkeypatch.setattr(loader.stream.Staging, "close", lambda staging: None)
     kept: list[Any] = []
     staging = loader.stream.Staging
-    monkeypatch.setattr(loader.pipeline, "Staging", lambda *a: kept.append(staging(*a)) or kept[0])
+    monkeypatch.setattr(loader.stream, "Staging", lambda *a: kept.append(staging(*a)) or kept[0])
     recorder = lifecycle_recorder()
     experts = loader.load(checkpoint, observers=[recorder])
     (row,) = refused(recorder, "assert_bytes", experts.report)
