@@ -19,6 +19,21 @@ inline void from_halves(const uint16_t* halves, float* out) {
 #endif
 }
 
+// Two to a byte, the even column low.
+inline void from_nibbles(const uint8_t* bytes, int32_t* out) {
+#ifdef __AVX2__
+    const __m128i both = _mm_loadu_si128((const __m128i*)bytes), mask = _mm_set1_epi8(0xf);
+    const __m128i even = _mm_and_si128(both, mask), odd = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
+    const __m128i half[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+    for (int h = 0; h < 2; ++h) {
+        _mm256_store_si256((__m256i*)(out + 16 * h), _mm256_cvtepu8_epi32(half[h]));
+        _mm256_store_si256((__m256i*)(out + 16 * h + 8), _mm256_cvtepu8_epi32(_mm_srli_si128(half[h], 8)));
+    }
+#else
+    for (int c = 0; c < kTile; ++c) out[c] = bytes[c / 2] >> (c % 2 * 4) & 0xf;
+#endif
+}
+
 inline void read_compact(const Bank& bank, int64_t entry, Group& out) {
     uint16_t halves[kTile];
     memcpy(halves, bank.tensor[1] + entry * 2, sizeof halves);
@@ -26,8 +41,7 @@ inline void read_compact(const Bank& bank, int64_t entry, Group& out) {
         for (int c = 0; c < kTile; ++c) out.scale[c] = from_bf16(halves[c]);
     else
         from_halves(halves, out.scale);
-    const uint8_t* zeros = bank.tensor[2] + entry / 2;
-    for (int c = 0; c < kTile; ++c) out.zero[c] = zeros[c / 2] >> (c % 2 * 4) & 0xf;
+    from_nibbles(bank.tensor[2] + entry / 2, out.zero);
 }
 
 inline void read_record(const Bank& bank, int64_t entry, Group& out) {
