@@ -1,4 +1,4 @@
-"""One rank of the worlds that ``test_ranks.py`` starts: runs a scenario, writes what came of it.
+"""One rank of the worlds that ``ranks_fakes.py`` starts: runs a scenario, writes what came of it.
 
 ``python ranks_worker.py SCENARIO FOLDER`` takes the checkpoints in FOLDER and writes its findings
 to ``out.RANK.json`` there. The launcher's variables say which rank this is.

@@ -5,17 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 import pytest
+from package_tree import at, chain, modules, walk
 
 from loader import errors
-from loader.checkpoint.scheme import Role
-from loader.pieces import DESCRIPTOR_FIELDS
-
-REPOSITORY = Path(__file__).parents[1]
-PACKAGE = REPOSITORY / "loader"
 
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_A_FUNCTION = 60
@@ -62,38 +56,6 @@ ORDER = [name for layer in LAYERS for name in layer.split()]
 
 #: The package itself gathers the public surface, so it stands at no one place.
 NO_PLACE = {""}
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Every module of the package by its name below ``loader``."""
-    found = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        parts = file.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts).removesuffix("__init__").removesuffix(".")] = file
-    return found
-
-
-@cache
-def tree(name: str) -> ast.Module:
-    return ast.parse(modules()[name].read_text())
-
-
-def walk(name: str) -> Iterator[ast.AST]:
-    return ast.walk(tree(name))
-
-
-def chain(node: ast.AST) -> str:
-    """``a.b.c`` of nested attributes, or nothing."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
-
-
-def at(name: str, node: ast.AST) -> str:
-    return f"{modules()[name].relative_to(REPOSITORY)}:{node.lineno}"  # type: ignore[attr-defined]
 
 
 def test_the_package_was_found() -> None:
@@ -208,72 +170,6 @@ def test_only_the_command_line_prints() -> None:
     assert found == {"command"}
 
 
-# --- names that decide nothing ------------------------------------------------------------------
-
-WRITERS = re.compile(r"awq|gptq|compressed.?tensors|model.?opt|llm.?compressor|autoround", re.I)
-MODELS = re.compile(r"qwen|mixtral|minimax|deepseek|glm|llama|kimi", re.I)
-
-NAMES_ANYWHERE = {
-    "awq_rounding": "the name of a setting on the public surface",
-    "awq-rounding": "the same on the command line",
-}
-NAMES_IN: dict[tuple[str, str], str] = {
-    ("reference.convert", "_AWQ_NIBBLE"): "an order of nibbles, known by the format that has it",
-}
-KNOWS_WRITERS = {
-    "checkpoint": "one file for each writer",
-    "testing": "the generator plays the writers",
-    "verify": "independent by contract: it knows formats by code of its own",
-}
-
-
-def words(name: str) -> Iterator[tuple[str, ast.AST]]:
-    """Identifiers and strings of a module; docstrings and comments are for people."""
-    prose = {
-        id(node.body[0].value)
-        for node in walk(name)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    prose |= {id(node.value) for node in walk(name) if isinstance(node, ast.Expr)}
-    for node in walk(name):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) not in prose:
-                yield node.value, node
-        elif isinstance(node, ast.Name):
-            yield node.id, node
-        elif isinstance(node, ast.Attribute):
-            yield node.attr, node
-        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            yield node.name, node
-        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
-            yield node.arg, node
-
-
-@pytest.mark.parametrize("names", (WRITERS, MODELS), ids=("writers", "models"))
-def test_no_name_of_a_writer_or_a_model_stands_where_it_could_decide(
-    names: re.Pattern[str],
-) -> None:
-    found = []
-    for name in modules():
-        if name.split(".")[0] in KNOWS_WRITERS:
-            continue
-        for word, node in words(name):
-            rest = word
-            for allowed in NAMES_ANYWHERE:
-                rest = rest.replace(allowed, "")
-            if names.search(rest) and (name, word) not in NAMES_IN:
-                found.append(f"{at(name, node)}: {word!r}")
-    assert found == []
-
-
-def test_the_exceptions_for_names_are_still_needed() -> None:
-    present = {(name, word) for name in modules() for word, _ in words(name)}
-    assert set(NAMES_IN) <= present
-    assert all(any(allowed in word for _, word in present) for allowed in NAMES_ANYWHERE)
-
-
 # --- shape of the code --------------------------------------------------------------------------
 
 
@@ -373,54 +269,3 @@ def test_no_plain_exception_is_raised() -> None:
         in ("Exception", "BaseException", "RuntimeError")
     ]
     assert plain == []
-
-
-# --- what native code mirrors -------------------------------------------------------------------
-
-
-def test_the_columns_of_a_descriptor_keep_their_order() -> None:
-    assert DESCRIPTOR_FIELDS == (
-        "role",
-        "bank",
-        "projection",
-        "slot",
-        "offset",
-        "rows",
-        "row_bytes",
-        "skip",
-        "cols",
-        "dest_row",
-        "expect_a",
-        "expect_b",
-    )
-
-
-def test_the_roles_keep_their_values() -> None:
-    assert {role.name: role.value for role in Role} == {
-        "CODES_KN": 0,
-        "CODES_NK": 1,
-        "SCALES_GN": 2,
-        "SCALES_NG": 3,
-        "SCALES_NG8": 4,
-        "ZEROS_GN": 5,
-        "ZEROS_NG": 6,
-        "GLOBAL_F32": 7,
-        "GLOBAL_BF16": 8,
-        "CHECK_SHAPE": 9,
-        "CHECK_GROUPS": 10,
-        "PLAIN_NK": 11,
-        "UNUSED": 12,
-        "SCALES_GN32": 13,
-        "SCALES_NG32": 14,
-    }
-
-
-def test_native_code_reads_no_environment_and_meets_torch_in_one_place() -> None:
-    """Holds for every file under ``csrc/``, of which there may be none yet."""
-    for file in sorted((REPOSITORY / "csrc").rglob("*")):
-        if file.suffix not in (".h", ".hpp", ".cuh", ".c", ".cc", ".cpp", ".cu"):
-            continue
-        text = file.read_text()
-        assert "getenv" not in text, file
-        if "torch" not in file.relative_to(REPOSITORY / "csrc").parts[:1]:
-            assert not re.search(r"#\s*include\s*[<\"](torch|ATen|c10)/", text), file

@@ -1,29 +1,23 @@
-"""The command line: what each command shows and writes, exit codes, one line for an error."""
+"""The command line: what each command shows and writes, refusals in one line, terminals."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 
 import loader
 from loader import command
-from loader.command import build_parser, count, layer_list, main, size, token_list
+from loader.command import build_parser, main
 from loader.errors import LoaderError
 from loader.plan import DEFAULT_STAGING_BYTES
 from loader.progress import ProgressBar
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
-from loader.testing.container import edit_tensor
 
 COMMANDS = ("inspect", "plan", "load", "verify", "bench")
 LOADING = COMMANDS[1:]
@@ -249,131 +243,6 @@ def test_whatever_is_raised_is_one_line_and_a_traceback_only_with_debug(
         main(["inspect", "x", "--debug"])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["plan"],
-        ["unknown", "x"],
-        ["plan", "x", "--tp", "0"],
-        ["plan", "x", "--tp", "-1"],
-        ["plan", "x", "--ep", "two"],
-        ["plan", "x", "--rank", "1"],
-        ["plan", "x", "--tp", "4", "--rank", "4"],
-        ["load", "x", "--ep-rank", "-1"],
-        ["load", "x", "--layers", "3-1"],
-        ["load", "x", "--layers", ""],
-        ["load", "x", "--layers", "0-99999999999"],
-        ["load", "x", "--staging", "lots"],
-        ["load", "x", "--card-memory", "0"],
-        ["load", "x", "--qpn-m1", "yes"],
-        ["load", "x", "--layout", "plain"],
-        ["load", "x", "--awq-rounding", "fused"],
-        ["load", "x", "--nonfinite", "ignore"],
-        ["load", "x", "--grouped-max-tokens", "1"],
-        ["load", "x", "--json", "/there/is/no/such/folder/file.json"],
-        ["verify", "x", "--samples", "0"],
-        ["bench", "x", "--tokens", "1,0"],
-        ["bench", "x", "--dtype", "int8"],
-        ["inspect", "x", "--tp", "2"],
-    ],
-)
-def test_a_wrong_call_exits_2_before_anything_is_opened(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("loader.checkpoint.source.LocalSource.__init__", None)
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "usage:" in shown.err and "error:" in shown.err
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
-    for name in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        assert "SOURCE" in capsys.readouterr().out
-
-
-# --- arguments ----------------------------------------------------------------------------------
-
-UNITS = {
-    "": 0,
-    "b": 0,
-    "k": 10,
-    "kb": 10,
-    "KiB": 10,
-    "m": 20,
-    "MIB": 20,
-    "g": 30,
-    "GiB": 30,
-    "t": 40,
-}
-
-
-@settings(deadline=None)
-@given(st.integers(1, 1 << 18), st.sampled_from(sorted(UNITS)), st.sampled_from(("", " ")))
-def test_sizes_are_binary(number: int, unit: str, gap: str) -> None:
-    assert size(f"{number}{gap}{unit}") == number << UNITS[unit]
-
-
-def test_sizes_by_hand() -> None:
-    assert size("64MiB") == 67_108_864 == size("67108864")
-    assert size("1.5g") == 3 << 29
-    assert size("0.5k") == 512
-
-
-@pytest.mark.parametrize(
-    "text", ["", "MiB", "0", "0.5", "-1", "nan", "inf", "1x", "1 2", "9999999t"]
-)
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size"):
-        size(text)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 5)), min_size=1, max_size=5))
-def test_layer_lists(runs: list[tuple[int, int]]) -> None:
-    text = ",".join(f"{first}-{first + more}" if more else f"{first}" for first, more in runs)
-    assert layer_list(text) == [n for first, more in runs for n in range(first, first + more + 1)]
-
-
-@pytest.mark.parametrize("text", ["", ",", "1,", "-1", "1-", "1--2", "a", "2-1", "1.5", "65536"])
-def test_what_is_no_layer_list(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(repr(text))):
-        layer_list(text)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=6))
-def test_token_lists(counts: list[int]) -> None:
-    assert token_list(",".join(map(str, counts))) == counts
-    assert count(str(counts[0])) == counts[0]
-
-
-@pytest.mark.parametrize("text", ["", "0", "1,0", "1,,2", "-1", "x", "1.0"])
-def test_what_is_no_token_list(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        token_list(text)
-
-
-@settings(deadline=None)
-@given(st.text(max_size=12))
-def test_arguments_of_any_text_are_taken_or_refused(text: str) -> None:
-    for parse in (size, count, layer_list, token_list):
-        try:
-            value = parse(text)
-        except argparse.ArgumentTypeError:
-            continue
-        assert value == 0 or value
-
-
 # --- terminals ----------------------------------------------------------------------------------
 
 
@@ -410,73 +279,3 @@ def test_the_bar_is_drawn_on_stderr_of_a_terminal_only(
     shown = capsys.readouterr()
     assert "layer" in shown.err and "━" in shown.err and "━" not in shown.out
     assert bars[0].completed == bars[0].total > 0
-
-
-def test_a_warning_of_the_load_is_a_line_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_checkpoint(tmp_path, layers=1, excluded=(0,), **SMALL)
-    ran = _run("load", str(tmp_path))
-    assert ran.returncode == 0
-    assert [line.split()[0] for line in ran.stderr.splitlines()] == ["WARNING"] * 2
-
-
-# --- as a program -------------------------------------------------------------------------------
-
-
-def _run(
-    *arguments: str, stdout: int = subprocess.PIPE, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "loader", *arguments],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-        check=False,
-    )
-    # Said of the installation, not of the call, where it was installed without a compiler.
-    lines = ran.stderr.splitlines(keepends=True)
-    ran.stderr = "".join(line for line in lines if "native core was not built" not in line)
-    return ran
-
-
-def test_as_a_program_a_plan_goes_to_stdout(folder: str) -> None:
-    ran = _run("plan", folder, "--tp", "4", COLUMNS="80")
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert "tp 3/4" in ran.stdout and ran.stdout.endswith(".\n")
-
-
-def test_as_a_program_an_error_is_one_line_and_a_traceback_with_debug(tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint(tmp_path, layers=1, **SMALL)
-
-    def spoil(values: Any) -> None:
-        values[0, 0] = float("inf")
-
-    edit_tensor(tmp_path, checkpoint.name(0, 3, "up", "scales"), spoil)
-    ran = _run("load", str(tmp_path))
-    assert (ran.returncode, ran.stdout) == (1, "")
-    (line,) = ran.stderr.splitlines()
-    assert "a scale is not finite" in line and checkpoint.name(0, 3, "up", "scales") in line
-    ran = _run("load", str(tmp_path), "--debug")
-    assert ran.returncode == 1
-    assert "Traceback" in ran.stderr and "ConversionError" in ran.stderr
-
-
-def test_as_a_program_a_wrong_call_exits_2(folder: str) -> None:
-    ran = _run("plan", folder, "--rank", "3")
-    assert ran.returncode == 2 and "tp_rank is outside tp_size" in ran.stderr
-
-
-def test_a_reader_that_goes_away_is_no_error_and_the_json_is_written(
-    folder: str, tmp_path: Path
-) -> None:
-    written = tmp_path / "plan.json"
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    try:
-        ran = _run("plan", folder, "--json", str(written), stdout=write_end)
-    finally:
-        os.close(write_end)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert json.loads(written.read_text())["schema"] == 1

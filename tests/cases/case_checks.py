@@ -51,6 +51,7 @@ __all__ = [
     "refuse",
     "relative_error",
     "right_routes",
+    "routes_of",
     "run_route",
     "scale_values",
     "small",
@@ -97,6 +98,19 @@ def ok(
         if dtypes:
             right_routes(modules, layer_weights(checkpoint, layer, truth), checkpoint, dtypes)
     return cards
+
+
+def routes_of(folder: Path, **policy: Any) -> dict[int, list[tuple[str, str]]]:
+    """Route and reason of each layer as loaded, which the plan says beforehand."""
+    asked = loader.Policy(**policy)
+    planned = loader.plan(folder, policy=asked)
+    experts = loader.load(folder, policy=asked)
+    for layer in planned.layers:
+        assert experts[layer.layer].routes == layer.routes
+    for entry in experts.report.to_dict()["layers"]:
+        told = [(r["route"], r["reason"]) for r in entry["routes"]]
+        assert told == [(r.route, r.reason) for r in experts[entry["layer"]].routes]
+    return {n: [(r.route, r.reason) for r in m.routes] for n, m in experts.items()}
 
 
 # Refusals

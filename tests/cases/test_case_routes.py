@@ -19,6 +19,7 @@ from case_checks import (
     ok,
     refuse,
     relative_error,
+    routes_of,
     run_route,
     small,
 )
@@ -171,19 +172,6 @@ def test_a_row_does_not_depend_on_its_neighbours(
 def mixed(folder: Path, dialect: str = "M") -> TinyCheckpoint:
     """Two MoE layers, the second not quantized: no fast route can take it."""
     return small(folder, dialect, excluded=(1,))
-
-
-def routes_of(folder: Path, **policy: Any) -> dict[int, list[tuple[str, str]]]:
-    """Route and reason of each layer as loaded, which the plan says beforehand."""
-    asked = loader.Policy(**policy)
-    planned = loader.plan(folder, policy=asked)
-    experts = loader.load(folder, policy=asked)
-    for layer in planned.layers:
-        assert experts[layer.layer].routes == layer.routes
-    for entry in experts.report.to_dict()["layers"]:
-        told = [(r["route"], r["reason"]) for r in entry["routes"]]
-        assert told == [(r.route, r.reason) for r in experts[entry["layer"]].routes]
-    return {n: [(r.route, r.reason) for r in m.routes] for n, m in experts.items()}
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

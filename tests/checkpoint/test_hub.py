@@ -1,19 +1,16 @@
-"""The Hub, by its real client against a small server: what is asked, what is kept, what is said."""
+"""The Hub, by its real client against a small server: what is asked, what is kept, who is told."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hub_server import TOKEN, Hub, Repo, Request
+from hub_calls import REPOSITORY, Client, header_bytes, weights
+from hub_server import TOKEN, Hub, Repo
 from worlds import finish, start
 
 import loader
@@ -21,118 +18,6 @@ from loader.checkpoint.hub import HubError, locate
 from loader.checkpoint.source import LocalSource
 from loader.errors import CheckpointError
 from loader.inspect import inspect
-from loader.testing.checkpoint import tiny_checkpoint
-from loader.testing.container import read_header
-
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
-SMALL: dict[str, Any] = {"hidden": 64, "intermediate": 64, "experts": 4, "group": 32, "layers": 2}
-
-Call = Callable[..., dict[str, Any]]
-
-
-class Client:
-    """A process of ``hub_client.py`` in an environment of its own."""
-
-    def __init__(self, home: Path, endpoint: str, **environment: str) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        self.cache = home / "hub"
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "hub_client.py")],
-            env={
-                **kept,
-                "HF_HOME": str(home),
-                "HF_ENDPOINT": endpoint,
-                "HF_HUB_DISABLE_TELEMETRY": "1",
-                "PYTHONPATH": str(REPOSITORY),
-                "OMP_NUM_THREADS": "1",
-                **environment,
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        """The result of a call; ``error`` and ``text`` where it was refused."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([name, arguments, keywords]) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        return answer.get("result", answer)
-
-    def kept(self, repo: str) -> set[str]:
-        """Names of the files that the cache has of a repo."""
-        snapshots = self.cache / f"models--{repo.replace('/', '--')}" / "snapshots"
-        return {str(path.relative_to(path.parents[0])) for path in snapshots.glob("*/*")}
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards with an index, and files that are nobody's business."""
-    made = tiny_checkpoint(tmp_path_factory.mktemp("hub") / "made", shards=2, **SMALL).folder
-    (made / "pytorch_model.bin").write_bytes(b"PK\x03\x04 never opened")
-    (made / "README.md").write_text("hello")
-    (made / "original.safetensors").write_bytes(b"no part of the model")
-    return made
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    served = Hub()
-    yield served
-    served.close()
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def client(server: Hub, home: Path) -> Iterator[Client]:
-    """Logged in, online, and impatient."""
-    waits = {"HF_HUB_ETAG_TIMEOUT": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
-    one = Client(home, server.endpoint, HF_TOKEN=TOKEN, **waits)
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="module")
-def offline(server: Hub, home: Path, client: Client) -> Iterator[Client]:
-    """The same cache, in offline mode."""
-    one = Client(home, server.endpoint, HF_HUB_OFFLINE="1")
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def repo(server: Hub, folder: Path, request: pytest.FixtureRequest) -> str:
-    """A repo of this test alone, so that nothing of it is in the cache."""
-    name = "own/" + re.sub(r"[^A-Za-z0-9]+", "-", request.node.name).strip("-")[:80]
-    server.repos[name] = Repo(folder)
-    return name
-
-
-def header_bytes(folder: Path) -> dict[str, int]:
-    """Prefix and JSON of each file of the model."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return {file: read_header(folder / file)[1] for file in set(index["weight_map"].values())}
-
-
-def weights(log: list[Request]) -> dict[str, list[Request]]:
-    """Requests for weight files that had a body, by file."""
-    found: dict[str, list[Request]] = {}
-    for one in log:
-        if one.path.endswith(".safetensors") and one.sent:
-            found.setdefault(one.path.rsplit("/", 1)[1], []).append(one)
-    return found
-
 
 # --- what is asked ------------------------------------------------------------------------------
 
@@ -289,139 +174,6 @@ def test_the_client_is_imported_for_a_repo_id_alone(server: Hub, folder: Path) -
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )
     assert ran.stdout.strip() == "False"
-
-
-# --- offline ------------------------------------------------------------------------------------
-
-
-def test_offline_says_what_is_missing(
-    client: Client, offline: Client, server: Hub, repo: str
-) -> None:
-    with server.logged() as log:
-        found = offline("load", repo)
-    assert log == [] and found["error"] == "HubError"
-    assert "the Hub is out of reach, and the file is not in its cache" in found["text"]
-    assert f"{repo}/config.json" in found["text"] and "HF_HUB_OFFLINE unset" in found["text"]
-    client("plan", repo)  # leaves configs and index in the cache, no weights
-    found = offline("plan", repo)
-    assert found["error"] == "HubError"
-    assert f"its cache does not hold all of {repo}" in found["text"]
-    assert "model-00001-of-00002.safetensors" in found["text"]
-
-
-def test_a_hub_that_is_down_is_as_offline(client: Client, server: Hub, repo: str) -> None:
-    client("load", repo)
-    server.repos[repo].faults["api"] = 503
-    with server.logged() as log:
-        assert client("load", repo)["source"] == repo
-    assert weights(log) == {}
-
-
-# --- refusals -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("facts", "says"),
-    [
-        (None, "no such local folder, and the Hub has no such repo or does not show it"),
-        ({"gated": True}, "the Hub repo is gated; "),
-        ({"faults": {"config.json": 403}}, "the Hub refuses the request"),
-        ({"faults": {"config.json": 429}}, "the Hub refuses the request"),
-        ({"faults": {"config.json": 503}}, "the Hub is out of reach, and the file is not in"),
-        ({"faults": {"FIRST": 403}}, "the Hub refuses the request"),
-        ({"faults": {"FIRST": "whole"}}, "does not answer with the byte range"),
-        ({"faults": {"FIRST": "slow"}}, "the Hub does not answer in time"),
-        ({"faults": {"FIRST": "cut"}}, "the transfer from the Hub broke off"),
-        ({"faults": {"api": 403}}, "the Hub refuses the request"),
-    ],
-    ids=lambda value: re.sub("[^a-z0-9]+", "-", str(value).lower())[:40],
-)
-def test_each_refusal_is_one_sentence(
-    facts: dict[str, Any] | None, says: str, client: Client, server: Hub, repo: str, folder: Path
-) -> None:
-    first = min(header_bytes(folder))
-    if facts is None:
-        del server.repos[repo]
-    else:
-        faults = {first if k == "FIRST" else k: v for k, v in facts.get("faults", {}).items()}
-        server.repos[repo] = Repo(folder, **{**facts, "faults": faults})
-    with server.logged() as log:
-        found = client("plan", repo)
-    assert found["error"] == "HubError", found
-    assert says in found["text"] and repo in found["text"], found["text"]
-    assert "\n" not in found["text"] and TOKEN not in found["text"]
-    assert len(log) < 40
-    ran = client("main", "plan", repo)
-    assert ran["code"] == 1 and ran["out"] == ""
-    assert ran["err"].splitlines()[-1].startswith("qpn: ")
-
-
-def test_a_range_that_breaks_off_once_is_asked_for_again(
-    client: Client, server: Hub, repo: str, folder: Path
-) -> None:
-    first = min(header_bytes(folder))
-    server.repos[repo].faults[first] = "cut once"
-    with server.logged() as log:
-        assert client("plan", repo)["layers"] == loader.plan(folder).to_dict()["layers"]
-    assert [one.range for one in weights(log)[first]][:2] == ["bytes=0-7"] * 2
-
-
-def test_a_download_that_breaks_off_is_one_sentence_and_can_go_on(
-    client: Client, server: Hub, repo: str, folder: Path
-) -> None:
-    first = min(header_bytes(folder))
-    server.repos[repo].faults[first] = "cut"
-    found = client("load", repo)
-    assert found["error"] == "HubError" and "broke off" in found["text"]
-    server.repos[repo].faults.clear()
-    assert client("load", repo)["memory"]["resident"] == loader.plan(folder).resident_bytes
-
-
-def test_a_repo_of_pickles_is_refused_and_they_are_never_asked_for(
-    client: Client, server: Hub, repo: str, folder: Path, tmp_path: Path
-) -> None:
-    shutil.copy(folder / "config.json", tmp_path / "config.json")
-    for name in ("pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"):
-        (tmp_path / name).write_bytes(b"PK\x03\x04")
-    server.repos[repo] = Repo(tmp_path)
-    with server.logged() as log:
-        for call in ("plan", "load"):
-            found = client(call, repo)
-            assert found["error"] == "CheckpointError"
-            assert "holds no safetensors file" in found["text"]
-            assert "only pickles, which are never opened" in found["text"]
-    # A request of the test before may end only now: those of this repo count.
-    names = {one.path.rsplit("/", 1)[1] for one in log if repo in one.path}
-    assert names <= {"config.json", Repo(tmp_path).commit}
-
-
-def test_an_index_that_names_a_pickle_or_leaves_the_repo_is_refused(
-    client: Client, server: Hub, repo: str, folder: Path, tmp_path: Path
-) -> None:
-    shutil.copy(folder / "config.json", tmp_path / "config.json")
-    index = tmp_path / "model.safetensors.index.json"
-    for name, says in (
-        ("pytorch_model.bin", "index names a file that is no safetensors"),
-        ("../../other/secret.safetensors", "unsafe file name"),
-        ("gone.safetensors", "1 of the 1 files that the index names do not exist"),
-    ):
-        index.write_text(json.dumps({"weight_map": {"a": name}}))
-        (tmp_path / f"more{len(name)}").write_text("so that the commit is another one")
-        server.repos[repo] = Repo(tmp_path)
-        with server.logged() as log:
-            assert says in client("load", repo)["text"]
-        asked = [one.path for one in log if repo in one.path]
-        assert asked and not any(path.endswith((".bin", ".safetensors")) for path in asked)
-
-
-def test_a_repo_without_a_config_is_refused(
-    client: Client, server: Hub, repo: str, tmp_path: Path
-) -> None:
-    (tmp_path / "README.md").write_text("nothing here")
-    server.repos[repo] = Repo(tmp_path)
-    found = client("plan", repo)
-    assert found["error"] == "MissingFileError"
-    assert f"the Hub repo has no such file; file {repo}/config.json" in found["text"]
 
 
 # --- the cache ----------------------------------------------------------------------------------
