@@ -127,7 +127,7 @@ class BuildNative(build_ext):
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
 
-        def with_flags(obj, src, ext, cc_args, extra, pp_opts):  # type: ignore[no-untyped-def]
+        def with_flags(obj, src, ext, cc_args, extra, pp_opts):  # type: ignore[no-untyped-def]  # a callback of distutils
             flags = ISA_FLAGS.get(Path(src).name, [])
             compile_one(obj, src, ext, cc_args, [*extra, *flags], pp_opts)
 

@@ -36,10 +36,10 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import loader  # noqa: E402
-from benchmarks.evidence import stamp, write  # noqa: E402
-from loader.table import Table, render  # noqa: E402
-from loader.testing.checkpoint import tiny_checkpoint  # noqa: E402
+import loader  # noqa: E402 - after the path is set
+from benchmarks.evidence import stamp, write  # noqa: E402 - after the path is set
+from loader.table import Table, render  # noqa: E402 - after the path is set
+from loader.testing.checkpoint import tiny_checkpoint  # noqa: E402 - after the path is set
 
 CARD = "cuda:0"
 GEOMETRY: dict[str, Any] = {
@@ -62,7 +62,7 @@ def by_safetensors(files: list[str], threads: int) -> Tensors:
 
     def one(file: str) -> Tensors:
         with safe_open(file, "pt", device=CARD) as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - a handle is no mapping
 
     with ThreadPoolExecutor(threads) as pool:
         return {name: t for part in pool.map(one, files) for name, t in part.items()}

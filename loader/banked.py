@@ -76,9 +76,9 @@ class BankedModule(torch.nn.Module):
         key = prefix + "_extra_state"
         if state_dict.get(key) != self.get_extra_state():
             faults.append(f"{key}: expected {self.get_extra_state()}, found {state_dict.get(key)}")
-        incoming = {name: state_dict.get(prefix + name) for name in self._bank_names}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, own in zip(self._bank_names, self.banks(), strict=True):
-            new = incoming[name]
+            new = state_dict.get(prefix + name)
             if not isinstance(new, torch.Tensor):
                 faults.append(f"{prefix}{name}: missing")
             elif new.shape != own.shape or new.dtype != own.dtype:
@@ -88,6 +88,8 @@ class BankedModule(torch.nn.Module):
                 )
             elif new.is_meta or new.layout != torch.strided:
                 faults.append(f"{prefix}{name}: expected values, found {new.layout} {new.device}")
+            else:
+                copies.append((own, new))
         if local_metadata.get("assign_to_params_buffers"):
             faults.append(f"{prefix}: assign=True would move the banks")
         known = {prefix + name for name in (*self._bank_names, "_extra_state")}
@@ -96,8 +98,8 @@ class BankedModule(torch.nn.Module):
             error_msgs.append(f"{self.what} refuse the state: " + "; ".join(faults))
             return
         with torch.no_grad():
-            for name, own in zip(self._bank_names, self.banks(), strict=True):
-                own.copy_(incoming[name])  # type: ignore[arg-type]
+            for own, new in copies:
+                own.copy_(new)
 
     def _apply(
         self: _Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True

@@ -211,11 +211,11 @@ def _nothing(
     policy: ResolvedPolicy,
 ) -> LoadReport:
     """The report of a rank that loaded no layer."""
-    named = isinstance(source, (str, os.PathLike))
+    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else source.name
     sizes = ("predicted_resident", "predicted_peak", "workspace", "staging", "conversion")
     planned: dict[str, Any] = {
         "schema": 1,
-        "source": os.fspath(source) if named else source.name,  # type: ignore[arg-type,union-attr]
+        "source": name,
         "device": str(device),
         "shard": Shard().to_dict(),
         "policy": policy.to_dict(),

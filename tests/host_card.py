@@ -63,7 +63,7 @@ def host_as_card(core: CudaCore, patch: pytest.MonkeyPatch) -> Iterator[None]:
     class Cache(converter.ConversionCache):
         def __init__(self, spec: LayerSpec, device: torch.device) -> None:
             super().__init__(spec, device)
-            self._pool = HostPool(device)  # type: ignore[assignment]
+            self._pool = HostPool(device)  # type: ignore[assignment]  # a pool of the host as a stand-in
             nbytes = converter.card_cache_bytes(spec)
             self._state = torch.zeros(nbytes // 8, dtype=torch.int64).view(torch.uint8)
             self.nbytes = nbytes

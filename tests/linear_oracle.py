@@ -25,7 +25,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for file in files:
         with safe_open(folder / file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - a handle is no mapping
     return found
 
 

@@ -40,4 +40,4 @@ def chain(node: ast.AST) -> str:
 
 
 def at(name: str, node: ast.AST) -> str:
-    return f"{modules()[name].relative_to(REPOSITORY)}:{node.lineno}"  # type: ignore[attr-defined]
+    return f"{modules()[name].relative_to(REPOSITORY)}:{node.lineno}"  # type: ignore[attr-defined]  # what is asked about has a line

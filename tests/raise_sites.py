@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "loader"
@@ -91,15 +92,15 @@ def record(reached: set[tuple[str, int]]) -> None:
     package = str(PACKAGE) + os.sep
 
     def noting(self: LoaderError, *args: Any, **facts: Any) -> None:
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
             if path.startswith(package):
                 reached.add((path[len(package) :], frame.f_lineno))
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         inner(self, *args, **facts)
 
-    LoaderError.__init__ = noting  # type: ignore[method-assign]
+    LoaderError.__init__ = noting  # type: ignore[method-assign]  # every error is to be seen
 
 
 def write(reached: set[tuple[str, int]], folder: Path) -> None:

@@ -37,7 +37,7 @@ def test_every_layer_runs_every_round_with_fresh_inputs_of_its_own_experts(
 ) -> None:
     experts = loader.load(checkpoint.folder, shard=Shard(expert_ids=(4, 1, 3)))
     watched = {number: _Watched(layer) for number, layer in experts.items()}
-    steps = bench_steps(watched, [1, 3], 2, torch.bfloat16)  # type: ignore[arg-type]
+    steps = bench_steps(watched, [1, 3], 2, torch.bfloat16)  # type: ignore[arg-type]  # watched as a stand-in
     for one in watched.values():
         assert [len(x) for x, _, _ in one.calls] == [1] * (REPEATS + 1) + [3] * (REPEATS + 1)
         for x, ids, weights in one.calls:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from card import CARD, needs_card
@@ -40,7 +42,7 @@ def test_facts(architecture: int, bf16: bool) -> None:
     assert CardFacts("card", architecture).has_bf16 == bf16
 
 
-def on_card(test):  # type: ignore[no-untyped-def]
+def on_card(test: Callable[..., None]) -> Callable[..., None]:
     for mark in needs_card():
         test = mark(test)
     return test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ needs_the_library = pytest.mark.skipif(
 )
 
 
-def on_card(test):  # type: ignore[no-untyped-def]
+def on_card(test: Callable[..., None]) -> Callable[..., None]:
     for mark in needs_card():
         test = mark(test)
     return test

@@ -189,7 +189,7 @@ def test_out_of_memory_in_the_middle_frees_everything_and_says_what_was_asked(
     plan = loader.plan(large.folder, device=CARD)
     own = card_memory(CARD).reserved
     _, total = torch.cuda.mem_get_info(CARD)
-    room = own + plan.resident_bytes // 2 + plan.ring.nbytes  # type: ignore[union-attr]
+    room = own + plan.resident_bytes // 2 + plan.ring.nbytes  # type: ignore[union-attr]  # there is one on a card
     torch.cuda.set_per_process_memory_fraction(room / total, CARD)
     try:
         with pytest.raises(CapacityError) as caught:

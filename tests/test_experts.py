@@ -116,9 +116,9 @@ def test_what_was_decided_does_not_change(module: PreparedExperts) -> None:
             setattr(module, name, value)
         assert getattr(module, name) is before or getattr(module, name) == before
     with pytest.raises(AttributeError):
-        module.policy.policy.qpn_m1 = "off"  # type: ignore[misc]
+        module.policy.policy.qpn_m1 = "off"  # type: ignore[misc]  # wrong on purpose
     with pytest.raises(AttributeError):
-        module.routes[0].route = "legacy"  # type: ignore[misc]
+        module.routes[0].route = "legacy"  # type: ignore[misc]  # wrong on purpose
 
 
 def test_the_environment_counts_at_load_only(

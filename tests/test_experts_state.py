@@ -154,4 +154,4 @@ def test_copies_are_whole_and_apart(module: PreparedExperts) -> None:
             tensor.zero_()
         assert snapshot(module) == before and torch.equal(call(module), wanted)
         with pytest.raises(LifecycleError):
-            one.layer = 3  # type: ignore[misc]
+            one.layer = 3

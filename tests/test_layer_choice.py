@@ -56,7 +56,7 @@ def test_a_layer_without_experts_cannot_be_asked_for(
 ) -> None:
     for call in (loader.plan, loader.load):
         with pytest.raises(LoaderError, match=r"holds no experts") as caught:
-            call(layered.folder, layers=layers)  # type: ignore[operator]
+            call(layered.folder, layers=layers)
         assert caught.value.layer == missing
         assert caught.value.expected == "one of [1, 2, 3, 4]"
 
@@ -64,7 +64,7 @@ def test_a_layer_without_experts_cannot_be_asked_for(
 def test_no_layer_at_all_cannot_be_asked_for(layered: TinyCheckpoint) -> None:
     for call in (loader.plan, loader.load):
         with pytest.raises(LoaderError, match="no layer was asked for"):
-            call(layered.folder, layers=[])  # type: ignore[operator]
+            call(layered.folder, layers=[])
 
 
 def test_a_model_whose_layers_hold_no_experts_is_refused(tmp_path: Path) -> None:

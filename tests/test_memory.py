@@ -173,7 +173,7 @@ def test_the_error_that_its_caller_handles_keeps_its_frames() -> None:
         deep.fail()
     except ValueError as mine:
         with pytest.raises(LoaderError) as caught, memory.nothing_kept():
-            raise LoaderError("another")  # noqa: B904
+            raise LoaderError("another")  # noqa: B904 - its context is what is tested
         assert caught.value.__context__ is mine
         assert not deep.refs[0].expired(), "the caller's own frames are left for its debugger"
 

@@ -56,8 +56,8 @@ def test_gate_and_up_swapped_in_the_family_table(
     before = verified(tmp_path)
     names = FAMILIES[number].projections
     gate, up = names["gate"], names["up"]
-    monkeypatch.setitem(names, "gate", up)  # type: ignore[arg-type]
-    monkeypatch.setitem(names, "up", gate)  # type: ignore[arg-type]
+    monkeypatch.setitem(names, "gate", up)
+    monkeypatch.setitem(names, "up", gate)
     after = verified(tmp_path)
     assert_found(before, after)
     assert {item.projection for item in after.mismatches} <= {"gate", "up"}

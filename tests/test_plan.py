@@ -232,4 +232,4 @@ def test_a_plan_is_a_value_that_prints(tmp_path: Path) -> None:
     assert str(tmp_path) in str(plan) and "qpn_grouped" in str(plan)
     assert len(repr(plan)) < 20_000
     with pytest.raises(AttributeError):
-        plan.device = "cpu"  # type: ignore[misc, assignment]
+        plan.device = "cpu"  # type: ignore[misc, assignment]  # wrong on purpose

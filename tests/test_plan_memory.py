@@ -42,7 +42,7 @@ def test_the_least_staging_that_the_error_names_works_and_nothing_less(
     assert same_bits(banks_of(loader.load(mixed.folder, staging_bytes=least)), wanted)
     for call in (loader.plan, loader.load):
         with pytest.raises(CapacityError, match=f"at least {least} bytes, found {least - 1} bytes"):
-            call(mixed.folder, staging_bytes=least - 1)  # type: ignore[operator]
+            call(mixed.folder, staging_bytes=least - 1)
 
 
 @settings(deadline=None, max_examples=60)

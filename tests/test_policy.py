@@ -79,15 +79,15 @@ def test_values_that_are_refused_by_name(field: str, value: Any) -> None:
 
 def test_unknown_settings_are_an_error() -> None:
     with pytest.raises(TypeError, match="qpn_m2"):
-        Policy(qpn_m2="on")  # type: ignore[call-arg]
+        Policy(qpn_m2="on")  # type: ignore[call-arg]  # wrong on purpose
 
 
 def test_a_policy_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
-        Policy().qpn_m1 = "on"  # type: ignore[misc]
+        Policy().qpn_m1 = "on"  # type: ignore[misc]  # wrong on purpose
     resolved = Policy().resolve({})
     with pytest.raises(FrozenInstanceError):
-        resolved.policy = Policy()  # type: ignore[misc]
+        resolved.policy = Policy()  # type: ignore[misc]  # wrong on purpose
 
 
 @pytest.mark.parametrize("switch", VARIABLES)
@@ -97,7 +97,7 @@ def test_the_argument_wins_then_the_environment_then_auto(
     switch: str, asked: str, setting: str | None
 ) -> None:
     environment = {} if setting is None else {VARIABLES[switch]: setting}
-    resolved = Policy(**{switch: asked}).resolve(environment)  # type: ignore[arg-type]
+    resolved = Policy(**{switch: asked}).resolve(environment)
     if asked != "auto":
         wanted, origin = asked, "argument"
     elif setting is None:
@@ -120,9 +120,7 @@ def test_other_settings_of_a_variable_are_errors_even_where_the_argument_wins(
 ) -> None:
     for asked in ("auto", "on", "off"):
         with pytest.raises(PolicyError) as caught:
-            Policy(**{switch: asked}).resolve(  # type: ignore[arg-type]
-                {VARIABLES[switch]: setting}
-            )
+            Policy(**{switch: asked}).resolve({VARIABLES[switch]: setting})
         assert VARIABLES[switch] in str(caught.value)
         assert (caught.value.expected, caught.value.found) == ("unset, 0 or 1", repr(setting))
 

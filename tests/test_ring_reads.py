@@ -77,7 +77,7 @@ def bytes_of(arriving: Arriving) -> torch.Tensor:
         got.append(data.clone())
         return torch.empty((0, 6), dtype=torch.int64, device="cpu")
 
-    arriving.convert(SimpleNamespace(write=write), str)  # type: ignore[arg-type]
+    arriving.convert(SimpleNamespace(write=write), str)  # type: ignore[arg-type]  # a stand-in
     return got[0]
 
 
@@ -95,7 +95,7 @@ def test_chunks_come_in_order_with_their_bytes(folder: Path, data: st.DataObject
         items.append(scheduled(*reads))
     ring = HostRing(chunks := data.draw(st.integers(1, 3)))
     with LocalSource(folder, descriptors=FILES_AT_ONCE * chunks) as source:
-        reader: Any = RingReads(source, FILES, ring)  # type: ignore[arg-type]
+        reader: Any = RingReads(source, FILES, ring)  # type: ignore[arg-type]  # a ring of the host as a stand-in
         seen = 0
         for item, arriving in zip(items, reader.stream(iter(items)), strict=True):
             assert arriving.scheduled is item
@@ -115,7 +115,7 @@ def test_a_failure_lets_go_of_every_file(folder: Path) -> None:
     items = [scheduled((number, 0, 10, 0), layer=number) for number in range(5)]
     ring = HostRing(3)
     source = LocalSource(folder)
-    reader: Any = RingReads(source, (*FILES[:3], "gone.safetensors", FILES[4]), ring)  # type: ignore[arg-type]
+    reader: Any = RingReads(source, (*FILES[:3], "gone.safetensors", FILES[4]), ring)  # type: ignore[arg-type]  # a ring of the host as a stand-in
     stream = reader.stream(iter(items))
     bytes_of(next(stream))
     with pytest.raises(CheckpointError, match="does not exist") as caught:
@@ -131,7 +131,7 @@ def test_a_file_that_changes_while_it_is_read_is_found(tmp_path: Path) -> None:
     path.write_bytes(bytes(1000))
     ring = HostRing(2)
     source = LocalSource(tmp_path)
-    reader: Any = RingReads(source, FILES, ring)  # type: ignore[arg-type]
+    reader: Any = RingReads(source, FILES, ring)  # type: ignore[arg-type]  # a ring of the host as a stand-in
     arriving = next(reader.stream(iter([scheduled((0, 0, 10, 0))])))
     path.write_bytes(bytes(2000))
     with pytest.raises(CheckpointError, match="changed while loading"):

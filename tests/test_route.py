@@ -207,9 +207,9 @@ def test_a_name_that_is_no_device_is_refused(checkpoint: TinyCheckpoint) -> None
     assert known_device("cpu") == torch.device("cpu")
     for call in (loader.plan, loader.load):
         with pytest.raises(UnsupportedError, match="no such device; .*'xyz'"):
-            call(checkpoint.folder, device="xyz")  # type: ignore[operator]
+            call(checkpoint.folder, device="xyz")
         with pytest.raises(UnsupportedError, match="found device meta"):
-            call(checkpoint.folder, device="meta")  # type: ignore[operator]
+            call(checkpoint.folder, device="meta")
 
 
 @pytest.fixture(scope="module")
@@ -231,11 +231,11 @@ def test_on_for_a_layer_that_is_not_quantized_fails_before_anything_is_read_or_a
     checkpoint: TinyCheckpoint, switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocations = Allocations(monkeypatch)
-    policy = Policy(**{switch: "on"})  # type: ignore[arg-type]
+    policy = Policy(**{switch: "on"})
     for call in (loader.plan, loader.load):
         with RecordingSource(checkpoint.folder) as source:
             with pytest.raises(PolicyError) as caught:
-                call(source, policy=policy)  # type: ignore[operator]
+                call(source, policy=policy)
             assert source.log == []
         assert caught.value.layer == 1
         assert "quantized experts" in caught.value.what and switch in caught.value.what

@@ -20,7 +20,7 @@ from loader.testing.checkpoint import tiny_checkpoint
 @pytest.mark.parametrize("sizes", [{"tp_size": 0}, {"ep_size": 0}, {"tp_size": -2}])
 def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ShardError, match="at least 1") as caught:
-        Shard(**sizes)  # type: ignore[arg-type]
+        Shard(**sizes)  # type: ignore[arg-type]  # keywords made here fit no one type
     assert next(iter(sizes)) in str(caught.value)
 
 
@@ -28,7 +28,7 @@ def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(("rank", "size"), [(1, 1), (-1, 1), (4, 4), (7, 4), (-1, 4)])
 def test_ranks_outside_their_size_are_refused(kind: str, rank: int, size: int) -> None:
     with pytest.raises(ShardError) as caught:
-        Shard(**{f"{kind}_rank": rank, f"{kind}_size": size})  # type: ignore[arg-type]
+        Shard(**{f"{kind}_rank": rank, f"{kind}_size": size})  # type: ignore[arg-type]  # keywords made here fit no one type
     assert caught.value.what == f"{kind}_rank is outside {kind}_size"
     assert (caught.value.expected, caught.value.found) == (f"0 to {size - 1}", rank)
 
@@ -43,16 +43,16 @@ def test_what_is_no_whole_number_is_refused(name: str, value: Any) -> None:
 
 def test_expert_ids_are_never_cut_to_whole_numbers() -> None:
     with pytest.raises(ShardError, match=r"expert_ids.*found 1\.5"):
-        Shard(expert_ids=[0, 1.5])  # type: ignore[list-item]
+        Shard(expert_ids=[0, 1.5])  # type: ignore[list-item]  # wrong on purpose
     with pytest.raises(ShardError, match="a whole number"):
-        Shard(expert_ids="12")  # type: ignore[arg-type]
+        Shard(expert_ids="12")  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_numbers_of_other_libraries_become_plain_ones() -> None:
     shard = Shard(
-        tp_rank=np.int64(1),  # type: ignore[arg-type]
-        tp_size=torch.tensor(2),  # type: ignore[arg-type]
-        expert_ids=np.asarray([3, 1]),  # type: ignore[arg-type]
+        tp_rank=np.int64(1),  # type: ignore[arg-type]  # numpy's and torch's numbers are taken, too
+        tp_size=torch.tensor(2),  # type: ignore[arg-type]  # numpy's and torch's numbers are taken, too
+        expert_ids=np.asarray([3, 1]),  # type: ignore[arg-type]  # numpy's and torch's numbers are taken, too
     )
     assert shard == Shard(1, 2, expert_ids=(3, 1))
     numbers = [shard.tp_rank, shard.tp_size, *(shard.expert_ids or ())]

@@ -153,13 +153,13 @@ def test_the_chunk_in_hand_is_not_overwritten_by_the_one_ahead() -> None:
         if len(source.reads) == 2:
             done.set()
 
-    source.read_into = signalling  # type: ignore[method-assign]
+    source.read_into = signalling  # type: ignore[method-assign]  # a method is watched
     items = [one(0), one(1000)]
     stream = drain(source, items, Staging(2, 64))
     first = next(stream)
     assert done.wait(PATIENCE)
     assert first.data.numpy().tobytes() == expected(items[0])[0]
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()  # type: ignore[attr-defined]  # a generator
 
 
 def test_nobody_else_holds_the_view() -> None:

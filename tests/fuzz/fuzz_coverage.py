@@ -12,11 +12,11 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["loader.checkpoint.header", "loader.checkpoint.entries"]):
-    import loader.checkpoint.header  # noqa: F401
+    import loader.checkpoint.header  # noqa: F401 - imported to be instrumented
 
-from fuzz_choices import ProvidedChoices  # noqa: E402
-from fuzz_files import make_file  # noqa: E402
-from fuzz_oracle import check_against_safetensors  # noqa: E402
+from fuzz_choices import ProvidedChoices  # noqa: E402 - after the instrumented import
+from fuzz_files import make_file  # noqa: E402 - after the instrumented import
+from fuzz_oracle import check_against_safetensors  # noqa: E402 - after the instrumented import
 
 
 def one_input(data: bytes) -> None:

@@ -40,7 +40,7 @@ def test_a_forward_that_takes_something_else_is_no_experts_module() -> None:
     assert not takes_router_output(torch.nn.Module())
 
     class Other(Experts):
-        def forward(self, hidden_states: Any, weights: Any, top_k_index: Any) -> Any:  # type: ignore[override]
+        def forward(self, hidden_states: Any, weights: Any, top_k_index: Any) -> Any:  # type: ignore[override]  # wrong on purpose
             return hidden_states
 
     assert not takes_router_output(Other())

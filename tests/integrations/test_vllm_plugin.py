@@ -18,8 +18,8 @@ from loader.integrations.vllm.settings import Settings, read_settings
 def fake(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module that stands for vLLM, 0.32.0 with one function."""
     module = ModuleType("vllm")
-    module.__version__ = "0.32.0"  # type: ignore[attr-defined]
-    module.serve = lambda folder, port: None  # type: ignore[attr-defined]
+    module.__version__ = "0.32.0"  # type: ignore[attr-defined]  # a module has any attribute
+    module.serve = lambda folder, port: None  # type: ignore[attr-defined]  # a module has any attribute
     monkeypatch.setitem(sys.modules, "vllm", module)
     return module
 

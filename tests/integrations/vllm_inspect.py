@@ -19,12 +19,12 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 
-import torch  # noqa: E402
-from torch.nn.modules import module as modules  # noqa: E402
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402
+import torch  # noqa: E402 - after the environment is set
+from torch.nn.modules import module as modules  # noqa: E402 - after the environment is set
+from vllm import LLM, SamplingParams  # noqa: E402 - after the environment is set
+from vllm.model_executor.layers.fused_moe import RoutedExperts  # noqa: E402 - after the environment is set
 
-from loader import PreparedExperts  # noqa: E402
+from loader import PreparedExperts  # noqa: E402 - after the environment is set
 
 #: Names of all parameters that anything ever registered on a layer of experts.
 EVER: list[str] = []

@@ -217,7 +217,7 @@ def test_gate_and_up_have_their_own_global() -> None:
 def test_a_bank_of_a_real_tool_is_that_tools_reference(name: str) -> None:
     experts = loader.load(FIXTURES / name)
     with safe_open(FIXTURES / name / "reference.safetensors", "pt") as reference:
-        for key in reference.keys():  # noqa: SIM118
+        for key in reference.keys():  # noqa: SIM118 - a handle is no mapping
             _, layer, _, expert, projection, *_ = key.split(".")
             name_ = projection.removesuffix("_proj")
             found = experts[int(layer)].dequantize(int(expert))[name_]

@@ -38,7 +38,7 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
         with safe_open(folder / file, "pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - a handle is no mapping
     return tensors
 
 
