@@ -208,6 +208,15 @@ def host_memory() -> HostMemory:
     return HostMemory((kib["RssAnon:"] + kib["RssShmem:"]) << 10, kib["RssFile:"] << 10)
 
 
+def host_baseline() -> HostMemory:
+    """:func:`host_memory` before a load, with free pages of the C allocator given back first.
+
+    As part of a baseline they would hide what a load takes, which fills them or gives them back.
+    """
+    return_to_system()
+    return host_memory()
+
+
 def host_uss() -> int:
     """Unique set size of this process in bytes, as psutil counts it."""
     return int(psutil.Process().memory_full_info().uss)

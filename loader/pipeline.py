@@ -105,7 +105,7 @@ def load_with(
 ) -> LoadedExperts:
     """:func:`load`, as one of several ranks: they agree on the plan before payload is read."""
     began = time.perf_counter()
-    baseline = memory.host_memory()
+    baseline = memory.host_baseline()
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.

@@ -107,8 +107,19 @@ def _memory_parts(report: Report) -> Parts:
     warned = [f"Kept under nonfinite='warn': {line}" for line in report["nonfinite"]]
     pageable = (m["counters"] or {}).get("why_pageable")
     warned += [f"Staging is pageable memory: {pageable}."] if pageable else []
+    warned += [f"Note: {overhead_text(m['overhead'])}."] if m["overhead"] < 0 else []
     title = f"Memory on {report['device']}"
     return [Table(title, ("", "size", "bytes"), sized, _TEXT), speed, *warned]
+
+
+def overhead_text(nbytes: int) -> str:
+    """``overhead 3.00 MiB``; below 0, what that says of the rest of the process, or of the card.
+
+    A load takes 0 bytes or more beside what stays: what is missing was given back by others.
+    """
+    if nbytes >= 0:
+        return f"overhead {human_bytes(nbytes)}"
+    return f"overhead unknown: at least {human_bytes(-nbytes)} from before was given back meanwhile"
 
 
 def _card_rows(memory: Report) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.card import CardMemory, CardPeak, nvml_used
-from loader.render import load_text
+from loader.render import load_text, overhead_text
 from loader.route import RouteRange
 from loader.table import human_bytes
 
@@ -105,7 +105,10 @@ class MemoryMeasured:
 
     @property
     def overhead(self) -> int:
-        """peak - baseline - resident (DESIGN section 8)."""
+        """peak - baseline - resident (DESIGN section 8).
+
+        The counters are the whole process's: below 0 where others gave memory back meanwhile.
+        """
         return self.peak - self.baseline - self.resident
 
 
@@ -159,7 +162,7 @@ class LoadReport:
         return (
             f"{self.planned['device']}: resident {human_bytes(self.memory.resident)} "
             f"(predicted {human_bytes(self.planned['memory']['predicted_resident'])}), "
-            f"overhead {human_bytes(self.memory.overhead)}, "
+            f"{overhead_text(self.memory.overhead)}, "
             f"{self.gb_per_s:.2f} GB/s in {self.seconds:.2f} s"
         )
 

@@ -1,4 +1,4 @@
-"""Counters of host memory: what they count, and peaks that are over."""
+"""Counters of host memory: what they count, peaks that are over, and loads beside other memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import loader
 from loader import memory
+from loader.table import human_bytes
+from loader.testing.checkpoint import tiny_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -77,3 +80,32 @@ def test_the_thread_samples_by_itself() -> None:
 
     with Watching(interval_seconds=0.001):
         assert seen.wait(300)
+
+
+# A load in a process that holds more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loads to 39 MiB."""
+    made = tmp_path_factory.mktemp("held")
+    sizes = {"hidden": 512, "intermediate": 512, "experts": 8, "group": 128, "layers": 12}
+    tiny_checkpoint(made, payload="fast", **sizes)
+    return made
+
+
+def test_free_pages_of_the_heap_do_not_hide_what_a_load_takes(folder: Path) -> None:
+    loader.load(folder)  # what the first load of a process takes for good is no matter here
+    alone = loader.load(folder).report.memory.overhead
+    freed = [bytes(40_000) for _ in range(3000)]
+    pins = [bytes(40_000) for _ in range(3)]  # above it, so that the heap cannot shrink by itself
+    del freed
+    beside = loader.load(folder).report.memory.overhead
+    assert len(pins) == 3 and beside >= 0 and abs(beside - alone) < 8 * MIB
+
+
+def test_what_others_give_back_meanwhile_is_spoken_of(folder: Path) -> None:
+    held = [memory.fresh((96 * MIB,), torch.uint8, CPU).fill_(1)]
+    report = loader.load(folder, observers=[lambda event: held.clear()]).report
+    assert -report.memory.overhead > 32 * MIB
+    assert f"at least {human_bytes(-report.memory.overhead)} from before" in report.memory_line()

@@ -157,6 +157,11 @@ def test_a_load_shows_predicted_beside_measured_in_bytes(width: int, tmp_path: P
     assert f"{memory['peak'] - memory['baseline']:,}" in text
     assert "released 2 times in 2 layers" in " ".join(text.split())
     assert str(report) == load_text(described)
+    described["memory"]["overhead"] = -3 << 20
+    assert load_text(described).endswith(
+        "Note: overhead unknown: at least 3.00 MiB from before was given back meanwhile."
+    )
+    described["memory"]["overhead"] = 0
     described["nonfinite"] = ["a scale", "another"]
     assert load_text(described).endswith(
         "Kept under nonfinite='warn': a scale\n\nKept under nonfinite='warn': another"

@@ -118,6 +118,9 @@ def test_numbers_become_sentences_and_files(tmp_path: Path) -> None:
     assert report.memory_line() == (
         "cpu: resident 1.00 MiB (predicted 1.00 MiB), overhead 3.00 MiB, 2.00 GB/s in 2.00 s"
     )
+    measured.peak = 4 << 20
+    assert measured.overhead == report.to_dict()["memory"]["overhead"] == -2 << 20
+    assert "overhead unknown: at least 2.00 MiB from before was" in report.memory_line()
     described = report.to_dict()
     seconds = {"read": 0.5, "convert": 0.25, "release": 0.125}
     assert described["layers"] == [{**layers, "seconds": seconds, "releases": 1}]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,8 @@ def test_what_the_card_holds_is_what_was_predicted(case: Case) -> None:
     four_bit = sum(entry["n"] * entry["k"] for entry in case.report.linears) // 2
     assert m.linears < 1.5 * four_bit
     assert ModelReport.to_dict(case.report)["memory"]["overhead"] == m.overhead
+    less = replace(case.report, memory=replace(m, peak=m.baseline))
+    assert "overhead unknown: at least" in less.memory_line()
 
 
 def test_a_quantized_model_runs_compiled_in_one_graph(case: Case) -> None:

@@ -80,7 +80,7 @@ class ModelLoad:
                     model.set_submodule(path, self._loader.bank(plan))
                     self.peak.sample()
             self._loader.close()
-            now = memory.host_memory()
+            now = memory.host_baseline()
             experts = load_plan(self.plan, self.observers, now, time.perf_counter())
             for layer, path in self.seats.items():
                 model.set_submodule(path, experts[layer])
@@ -134,7 +134,7 @@ class ModelLoad:
         if isinstance(checkpoint.source, HubSource):
             # Only now: what configs and headers are enough to refuse costs no download.
             checkpoint.source.fetch()
-        self.memory.baseline = memory.host_memory().anonymous
+        self.memory.baseline = memory.host_baseline().anonymous
         self._stack.enter_context(self.peak)
         self._stack.enter_context(self._loader)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from loader.render import overhead_text
 from loader.report import LoadReport
 from loader.table import human_bytes
 
@@ -30,7 +31,7 @@ class ModelMemory:
 
     @property
     def overhead(self) -> int:
-        """peak - baseline - resident."""
+        """peak - baseline - resident; below 0 where others gave memory back meanwhile."""
         return self.peak - self.baseline - self.resident
 
 
@@ -79,5 +80,5 @@ class ModelReport:
             f"(predicted {human_bytes(m.predicted_resident)}): "
             f"experts {human_bytes(m.experts)}, linears {human_bytes(m.linears)}, "
             f"plain {human_bytes(m.plain)}, workspace {human_bytes(m.workspace)}; "
-            f"overhead {human_bytes(m.overhead)}, {self.seconds:.2f} s"
+            f"{overhead_text(m.overhead)}, {self.seconds:.2f} s"
         )
