@@ -16,6 +16,8 @@ _Self = TypeVar("_Self", bound="BankedModule")
 class BankedModule(torch.nn.Module):
     """Base of what a load leaves on a card; its banks are registered buffers.
 
+    A subclass gives ``layer``, ``get_extra_state`` and ``refuse``; nothing makes a bare base.
+
     ``what`` names such modules in errors. What gives the bytes their meaning travels in the extra
     state. A property of a subclass is a decision of the load: assigning to it raises.
     """
@@ -41,15 +43,15 @@ class BankedModule(torch.nn.Module):
     @property
     def layer(self) -> int | None:
         """Layer index in the model, None outside of layers."""
-        raise NotImplementedError
+        raise NotImplementedError  # of the base alone
 
     def get_extra_state(self) -> dict[str, Any]:
         """Everything that gives the bytes of the banks their meaning."""
-        raise NotImplementedError
+        raise NotImplementedError  # of the base alone
 
     def refuse(self, what: str, expected: object, found: object) -> None:
         """Raise the error that says what does not match."""
-        raise NotImplementedError
+        raise NotImplementedError  # of the base alone
 
     def banks(self) -> list[torch.Tensor]:
         """The bank tensors, in the order that operators take them."""

@@ -17,13 +17,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loader import memory
 from loader.checkpoint.model import USUAL_TOP_K
-from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
+from loader.converter import (
+    ConversionCache,
+    LayerBanks,
+    LayerConverter,
+    cache_bytes,
+    card_cache_bytes,
+    guarded,
+)
 from loader.crossover import Crossovers
 from loader.errors import LifecycleError, LoaderError
 from loader.experts import LayerFacts, PreparedExperts
 from loader.layer_plan import layer_spec, require_scales
 from loader.lifecycle import Lifecycle, Observer
-from loader.native import implementation_for
+from loader.native import Implementation, implementation_for
 from loader.parameters import Parameters, read_parameters
 from loader.pieces import Pieces, Slice, build_pieces, descriptors_of
 from loader.policy import Policy, ResolvedPolicy
@@ -154,7 +161,8 @@ class _InPlace:
             least = least_scratch_bytes(facts.spec)
             workspace.require(least, facts.expert_ids, facts.experts, layer)
         self.lifecycle.enter(layer, "planned", self.found.read_bytes)
-        with memory.allocating("the banks", self.nbytes, layer):
+        predicted = self._predicted_peak(workspace is None)
+        with memory.allocating("the banks", self.nbytes, layer, predicted):
             if workspace is None:
                 workspace = Workspace(
                     self._scratch_bytes(), facts.expert_ids, facts.experts, device
@@ -177,10 +185,20 @@ class _InPlace:
         self.lifecycle.enter(layer, "ready", self.nbytes)
         return self.prepared
 
+    def _predicted_peak(self, own_workspace: bool) -> int:
+        """Bytes that this takes at most beside what the module holds."""
+        facts, on_card = self.facts, self.device.type != "cpu"
+        cache = card_cache_bytes(facts.spec) if on_card else cache_bytes(facts.spec)
+        workspace = self._scratch_bytes() + 4 * facts.experts if own_workspace else 0
+        return self.nbytes + workspace + cache + self._implementation.temporary_bytes
+
+    @property
+    def _implementation(self) -> Implementation:
+        return require_implementation(self.device, implementation_for(self.device))
+
     def _scratch_bytes(self) -> int:
         """Scratch of a workspace of this layer's own."""
-        implementation = require_implementation(self.device, implementation_for(self.device))
-        return implementation.scratch_bytes(
+        return self._implementation.scratch_bytes(
             [self.facts.spec], fast_tokens(self.facts.routes), self._top_k
         )
 
@@ -190,8 +208,7 @@ class _InPlace:
         return min(USUAL_TOP_K, self.facts.experts)
 
     def _settled(self, facts: LayerFacts, banks: LayerBanks, workspace: Workspace) -> LayerFacts:
-        implementation = require_implementation(self.device, implementation_for(self.device))
-        crossovers = Crossovers(implementation, workspace, self._top_k)
+        crossovers = Crossovers(self._implementation, workspace, self._top_k)
         return replace(facts, routes=crossovers.settle(facts.routes, facts.spec, banks.tensors))
 
     def _convert(self, converter: LayerConverter) -> None:

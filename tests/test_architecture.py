@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from package_tree import at, chain, modules, walk
 
-from loader import errors
+from loader import PreparedExperts, errors
+from loader.linears import PreparedLinear
 
 MOST_LINES_OF_A_FILE = 350
 MOST_LINES_OF_A_FUNCTION = 60
@@ -256,6 +257,26 @@ def test_every_error_of_the_library_is_raised_somewhere() -> None:
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
     }
     assert ours - raised == set()
+
+
+#: Classes whose subclasses give what they leave out.
+BASES = {"banked": "no user meets one: PreparedExperts and PreparedLinear give all of it"}
+
+
+def test_nothing_is_left_unimplemented_where_a_user_could_reach_it() -> None:
+    """``UnsupportedError`` says what to do instead."""
+    raising = {
+        name
+        for name in modules()
+        for node in walk(name)
+        if isinstance(node, ast.Raise) and node.exc is not None
+        if chain(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+        == "NotImplementedError"
+    }
+    assert raising == set(BASES)
+    for made in (PreparedExperts, PreparedLinear):
+        for left_out in ("layer", "get_extra_state", "refuse"):
+            assert left_out in vars(made), f"{made.__name__}.{left_out}"
 
 
 def test_no_plain_exception_is_raised() -> None:

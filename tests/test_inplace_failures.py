@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from loader import (
 )
 
 # Failures
+from loader.memory import storage_bytes
 
 
 def assert_untouched(
@@ -79,7 +81,11 @@ def test_every_allocation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     made = make(tmp_path, "modelopt-nvfp4", layers=1)
     allocations = Allocations(monkeypatch)
     policy = Policy(layout="wide")
-    loader.prepare_module(module_of(made), quantization=quantization_of(made), policy=policy)
+    first = loader.prepare_module(
+        module_of(made), quantization=quantization_of(made), policy=policy
+    )
+    banks, beside = first.spec.nbytes(), storage_bytes(first.workspace.tensors())
+    del first
     count = len(allocations.storages)
     assert count == 7, "two of the workspace, four bank tensors, the cache"
     for number in range(count):
@@ -92,6 +98,8 @@ def test_every_allocation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 module, quantization=quantization_of(made), layer=4, policy=policy
             )
         assert caught.value.layer == 4 and caught.value.__cause__ is allocations.error
+        asked, predicted = map(int, re.findall(r"(\d+) bytes", str(caught.value.expected)))
+        assert asked == banks and banks + beside < predicted < banks + beside + (64 << 20)
         assert_untouched(module, before, allocations, made)
 
 

@@ -14,9 +14,10 @@ import torch
 from load_fakes import SMALL, RecordingSource, module_of, quantization_of
 
 import loader
-from loader import CapacityError, CheckpointError, ConversionError, LoaderError, native
+from loader import CapacityError, CheckpointError, ConversionError, LoaderError, memory, native
 from loader.checkpoint.header import parse_header
 from loader.checkpoint.source import LocalSource
+from loader.converter import LayerBanks, guarded
 from loader.core import DescriptorError
 from loader.errors import UnsupportedError
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
@@ -74,6 +75,24 @@ def test_memory_that_runs_out_in_a_step(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(native.CORE._library, "qpn_moe", without)
     with pytest.raises(CapacityError, match="inside native code"):
         layer(torch.zeros(1, 64), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room")])
+def test_memory_that_runs_out_while_converting_is_no_fault_of_the_converter(
+    error: Exception,
+) -> None:
+    def fail() -> torch.Tensor:
+        raise error
+
+    with pytest.raises(CapacityError, match="while converting; layer 4; found no room") as caught:
+        guarded(4, fail)
+    assert caught.value.__cause__ is error
+
+
+def test_a_wrong_argument_is_no_matter_of_memory() -> None:
+    wrong: Any = None
+    with pytest.raises(AttributeError), memory.allocating("the banks", 1, 0):
+        LayerBanks.allocate(wrong, torch.device("cpu"), None)
 
 
 def test_an_extra_state_of_another_layer(tmp_path: Path) -> None:

@@ -167,7 +167,10 @@ def test_every_allocation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     make(tmp_path, "modelopt-nvfp4", layers=2)
     allocations = Allocations(monkeypatch)
     policy = Policy(layout="wide")
-    loader.load(tmp_path, policy=policy)
+    experts = loader.load(tmp_path, policy=policy)
+    banks = {number: layer.spec.nbytes() for number, layer in experts.items()}
+    peak = experts.report.to_dict()["memory"]["predicted_peak"]
+    del experts
     count = len(allocations.storages)
     assert count == 1 + 2 + 2 * 5, "workspace, staging, and of each layer four tensors and a cache"
     errors = (MemoryError("a"), OSError(12, "b"), torch.OutOfMemoryError("c"), KeyboardInterrupt())
@@ -181,7 +184,12 @@ def test_every_allocation_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert allocations.alive() == 0
         if isinstance(error, Exception):
             assert caught.value.__cause__ is error
-            assert caught.value.layer == (None if number < 3 else (number - 3) // 5)
+            layer = None if number < 3 else (number - 3) // 5
+            assert caught.value.layer == layer
+            if layer is not None and (number - 3) % 5 < 4:
+                asked = f"{banks[layer]} bytes of a predicted peak of {peak} bytes"
+                assert "memory for the banks" in caught.value.what
+                assert caught.value.expected == asked
     allocations.fail_at = None
     assert len(loader.load(tmp_path, policy=policy)) == 2
 

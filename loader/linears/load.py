@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 
@@ -46,6 +47,8 @@ class LinearLoader:
     ``staging_bytes``, ``conversion_bytes`` and ``scratch_bytes`` are known before it is entered.
     ``scratch`` fp32 is shared by all modules that :meth:`bank` makes; ``seconds``, ``bytes_read``
     and ``nonfinite`` (values that ``nonfinite="warn"`` kept) grow with each call.
+    ``predicted_peak`` is told where memory runs out: that of the banks here, until the caller sets
+    that of its whole load.
     """
 
     def __init__(
@@ -74,10 +77,16 @@ class LinearLoader:
         self.staging_bytes = self._buffers * self._buffer_bytes
         self.conversion_bytes = self._conversion(wanted)
         self.scratch_bytes = max((plan.scratch_bytes(implementation) for plan in wanted), default=0)
+        self.predicted_peak = (
+            sum(plan.bank.nbytes() for plan in wanted if plan.served == BANK)
+            + self.scratch_bytes
+            + self.staging_bytes
+            + self.conversion_bytes
+        )
 
     def __enter__(self) -> LinearLoader:
         """Allocates scratch and staging; until then everything is a number."""
-        with memory.allocating("the scratch of linears", self.scratch_bytes):
+        with self._allocating("the scratch of linears", self.scratch_bytes):
             # Zeroed so that its pages are there: what is counted as resident is resident.
             shape = (self.scratch_bytes // 4,)
             self.scratch = memory.fresh(shape, torch.float32, self._device).zero_()
@@ -85,6 +94,11 @@ class LinearLoader:
         source, files = self._checkpoint.source, self._checkpoint.catalog.files
         self._reader = (DirectReads if self._direct else ReadAhead)(source, files, self._staging)
         return self
+
+    def _allocating(
+        self, what: str, nbytes: int, layer: int | None = None
+    ) -> AbstractContextManager[None]:
+        return memory.allocating(what, nbytes, layer, self.predicted_peak)
 
     def _ring(self, plans: tuple[LinearPlan, ...], staging_bytes: int) -> tuple[int, int, int]:
         """Most bytes of a chunk, number of read buffers, bytes of each."""
@@ -137,7 +151,8 @@ class LinearLoader:
         Raises :class:`ConversionError` where ``dtype`` cannot hold a weight.
         """
         if out is None:
-            with memory.allocating(plan.name, plan.n * plan.k * dtype.itemsize):
+            nbytes = plan.n * plan.k * dtype.itemsize
+            with self._allocating(f"the weight of {plan.name}", nbytes, plan.source.source.layer):
                 out = memory.fresh((plan.n, plan.k), dtype, self._device)
         first_out, first_in = (plan.part.outs or (0, 0))[0], plan.part.offset
         for run in plan.runs():
@@ -180,7 +195,7 @@ class LinearLoader:
         """The bank tensors of one plan or run, read and converted."""
         started = time.perf_counter()
         source, catalog = plan.source.source, self._checkpoint.catalog
-        with memory.allocating(f"the bank of {plan.name}", plan.bank.nbytes(), source.layer):
+        with self._allocating(f"the bank of {plan.name}", plan.bank.nbytes(), source.layer):
             banks = LayerBanks.allocate(plan.spec, device, plan.zero_point)
             cache = ConversionCache(plan.spec, device)
         if plan.bank.n != plan.n:

@@ -22,7 +22,7 @@ from linear_oracle import modules_of, tensors_of
 from safetensors.torch import load_file
 
 from loader import PreparedExperts
-from loader.errors import PolicyError
+from loader.errors import PolicyError, UnsupportedError
 from loader.integrations.transformers import ModelReport, from_pretrained
 from loader.linears import PreparedLinear
 from loader.policy import Policy
@@ -260,6 +260,14 @@ def test_a_model_of_prepared_banks_is_not_saved_as_a_checkpoint(
 ) -> None:
     with pytest.raises(ValueError, match="serializ"):
         whole.model.save_pretrained(tmp_path)
+
+
+def test_a_model_of_prepared_banks_is_not_dequantized_and_stays_as_it_is(whole: Case) -> None:
+    with pytest.raises(UnsupportedError, match="not turned into plain weights") as caught:
+        whole.model.dequantize()
+    assert "dequantize(expert)" in str(caught.value) and "\n" not in str(caught.value)
+    with torch.no_grad():
+        assert whole.model(PROMPTS).logits.isfinite().all()
 
 
 def test_the_state_of_the_model_goes_round(whole: Case) -> None:

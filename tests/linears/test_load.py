@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from loader import Policy, memory, native
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.linears import find_linears
 from loader.checkpoint.source import LocalSource
-from loader.errors import CheckpointError, ConversionError
+from loader.errors import CapacityError, CheckpointError, ConversionError
 from loader.linears import LinearLoader, LinearPlan, LinearSlice, plan_linear
 from loader.pieces import Places
 
@@ -219,3 +219,29 @@ def test_only_what_was_made_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resident == sum(plan.bank.nbytes() for plan in plans.values())
     # Beside the banks: the scratch that they share, and the loader that the block still names.
     assert made.alive() == len(kept) + 1
+
+
+@pytest.mark.parametrize("error", [MemoryError("a"), torch.OutOfMemoryError("b")])
+def test_memory_that_runs_out_says_where_what_was_asked_and_what_was_predicted(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Allocations(monkeypatch)
+    with opened(FIXTURES / "qwen3moe-ct-nvfp4a16", only=OUT) as (loader, plans):
+        made.error, made.fail_at = error, len(made.storages)
+        plan = plans[OUT]
+        own = plan.bank.nbytes() + loader.scratch_bytes
+        own += loader.staging_bytes + loader.conversion_bytes
+        for predicted in (own, 123_456):
+            for call, what, nbytes in (
+                (loader.bank, "the bank", plan.bank.nbytes()),
+                (
+                    partial(loader.dequantize, dtype=torch.float16),
+                    "the weight",
+                    2 * plan.n * plan.k,
+                ),
+            ):
+                with pytest.raises(CapacityError, match=f"{what} of {OUT}") as caught:
+                    call(plan)
+                asked = f"{nbytes} bytes of a predicted peak of {predicted} bytes"
+                assert (caught.value.layer, caught.value.expected) == (1, asked)
+            loader.predicted_peak = 123_456  # as a caller says who loads more

@@ -62,6 +62,15 @@ class PreparedQuantizer(HfQuantizer):
         """No gradient flows through prepared banks."""
         return False
 
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        """What ``model.dequantize()`` calls: the base says that it is not implemented."""
+        raise UnsupportedError(
+            "a model of prepared banks is not turned into plain weights",
+            expected="dequantize(expert) of one PreparedExperts, or the checkpoint loaded by "
+            "Transformers alone",
+            found=f"dequantize() of {type(model).__name__}",
+        )
+
     @property
     def is_compileable(self) -> bool:
         """Every prepared module is one operator with a fake implementation."""

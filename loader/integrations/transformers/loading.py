@@ -223,6 +223,7 @@ class ModelLoad:
             linears.staging_bytes + linears.conversion_bytes + PIECE_BYTES,
             plan.staging_bytes + plan.conversion_bytes,
         )
+        linears.predicted_peak = m.predicted_peak
         card = plan.card_bytes
         if card is not None and m.predicted_peak > card:
             raise CapacityError(
