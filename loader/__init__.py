@@ -21,7 +21,7 @@ from loader.inplace import prepare_module
 from loader.lifecycle import LayerEvent
 from loader.pipeline import load
 
-# The functions `plan` and `verify` take the names of their modules on purpose (DESIGN section 9).
+# The functions `plan` and `verify` take the names of their modules on purpose.
 from loader.plan import Plan, plan
 from loader.policy import Policy
 from loader.report import LoadReport

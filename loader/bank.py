@@ -1,4 +1,4 @@
-"""Bank: all local experts of one projection of one layer, in QPN layout (DESIGN section 4).
+"""Bank: all local experts of one projection of one layer, in QPN layout (docs/bank.md).
 
 Weight words
     ``(experts, Np / 32, Kp / 8, 32) int32``. Word ``(e, t, k8, c)`` holds eight codes of column
@@ -105,12 +105,12 @@ class BankSpec:
 
     @property
     def k_padded(self) -> int:
-        """Kp of DESIGN section 4."""
+        """Kp: K padded to whole tiles."""
         return pad(self.k)
 
     @property
     def n_padded(self) -> int:
-        """Np of DESIGN section 4."""
+        """Np: N padded to whole tiles."""
         return pad(self.n)
 
     @property
@@ -197,7 +197,7 @@ class LayerSpec:
 
     @property
     def checks_fp16(self) -> bool:
-        """True where every scale must be held by fp16 (DESIGN sections 4 and 5)."""
+        """True where every scale must be held by fp16 (docs/bank.md)."""
         return self.w2.layout in ("wide", "record") or self.awq_rounding == "fused_bias"
 
     def nbytes(self, category: str | None = None) -> int:

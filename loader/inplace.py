@@ -61,7 +61,7 @@ def prepare_module(
     """Convert the expert parameters of ``module`` and add the result as its submodule ``experts``.
 
     ``module`` holds ``w13_*`` and ``w2_*`` parameters or buffers in checkpoint format, experts of
-    this card on axis 0, gate before up (DESIGN section 9). ``quantization`` is the checkpoint's own
+    this card on axis 0, gate before up. ``quantization`` is the checkpoint's own
     ``quantization_config``. ``shard`` gives the phase of W2 and, with ``num_experts`` (all experts
     of the layer; default: those on the module times ``ep_size``), the global ids. ``workspace`` is
     that of an earlier call, to share one for all layers. ``empty_cache`` returns the sources'

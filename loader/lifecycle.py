@@ -1,4 +1,4 @@
-"""Lifecycle: the states of a layer, and the events that observers get (DESIGN section 7)."""
+"""Lifecycle: the states of a layer, and the events that observers get (docs/lifecycle.md)."""
 
 from __future__ import annotations
 

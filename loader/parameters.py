@@ -1,7 +1,7 @@
 """Parameters: what a module already holds in checkpoint format, read as one layer on disk is.
 
 Names are ``w13_`` or ``w2_`` and the part's name in the format; experts of this card lie on axis 0,
-gate before up (DESIGN section 9).
+gate before up (docs/integration.md).
 """
 
 from __future__ import annotations

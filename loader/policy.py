@@ -1,6 +1,6 @@
 """Policy: what the user asks of routes and metadata, read once and frozen with every layer.
 
-This is the only module of the library that reads the environment (DESIGN section 6).
+This is the only module of the library that reads the environment (docs/routes.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Policy:
     ``qpn_m1``, ``qpn_grouped``, ``compact_metadata``: ``"auto"``, ``"on"`` or ``"off"``. An
     ``auto`` switch is filled from the environment by :meth:`resolve`.
     ``layout``: a metadata layout by name, over ``compact_metadata``.
-    ``awq_rounding``: ``"exact"`` or ``"fused_bias"`` (DESIGN section 5).
+    ``awq_rounding``: ``"exact"`` or ``"fused_bias"`` (docs/routes.md).
     ``grouped_max_tokens``: last token count of ``qpn_grouped``; None means the default of 8,
     ``"measure"`` asks for a measurement at load.
     ``nonfinite``: ``"error"``, or ``"warn"`` to keep NaN and Inf scales and list them in the

@@ -105,7 +105,7 @@ class MemoryMeasured:
 
     @property
     def overhead(self) -> int:
-        """peak - baseline - resident (DESIGN section 8).
+        """peak - baseline - resident (docs/memory.md).
 
         The counters are the whole process's: below 0 where others gave memory back meanwhile.
         """
@@ -129,7 +129,7 @@ class LoadReport:
         return self.bytes_read / self.seconds / 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON report of DESIGN section 9."""
+        """The JSON report: the plan's own form, and what was measured."""
         layers = []
         for entry in self.planned["layers"]:
             measured = self.layers[entry["layer"]]

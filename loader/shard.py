@@ -9,7 +9,7 @@ from typing import Any
 
 from loader.errors import ShardError
 
-#: A cut of the intermediate axis must fall on a multiple of this many features (DESIGN section 4).
+#: A cut of the intermediate axis must fall on a multiple of this many features (docs/bank.md).
 PHASE_MULTIPLE = 16
 
 

@@ -1,4 +1,4 @@
-"""The banks of DESIGN section 4 once more, from the generator's numbers, with numpy alone.
+"""The banks of docs/bank.md once more, from the generator's numbers, with numpy alone.
 
 Nothing here comes from the converter or from ``loader.bank``; ``test_bank.py`` holds the words of
 this file to a loop over bits.

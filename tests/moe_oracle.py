@@ -1,4 +1,4 @@
-"""One MoE layer in fp64 from given weights, and the tolerance of DESIGN section 5."""
+"""One MoE layer in fp64 from given weights, and the tolerance of docs/routes.md."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error_of(y: torch.Tensor, y64: torch.Tensor) -> float:
 
 
 def assert_close(y: torch.Tensor, y64: torch.Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """DESIGN section 5; NaN never passes."""
+    """That of docs/routes.md; NaN never passes."""
     assert y.shape == y64.shape
     error = error_of(y, y64)
     assert error <= TOLERANCE[dtype], f"{what} {dtype}: {error:.2e}"

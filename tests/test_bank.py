@@ -38,7 +38,7 @@ def codes_of(k: int, n: int, seed: int) -> torch.Tensor:
 
 
 def bit_loop(codes: np.ndarray) -> np.ndarray:
-    """Words by one loop over the bits of every code, as DESIGN section 4 says it."""
+    """Words by one loop over the bits of every code, as docs/bank.md says it."""
     k, n = codes.shape
     words = np.zeros((up32(n) // 32, up32(k) // 8, 32), np.uint32)
     for row in range(k):

@@ -1,4 +1,4 @@
-"""The routes on a card: the bounds of DESIGN 5 for both families, capture, memory, bad input."""
+"""The routes on a card: the bounds for both families, capture, memory, bad input."""
 
 from __future__ import annotations
 

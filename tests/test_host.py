@@ -1,4 +1,4 @@
-"""The fast routes of the native core: the bounds of DESIGN 5, equal weights, no allocation."""
+"""The fast routes of the native core: their bounds, equal weights, no allocation."""
 
 from __future__ import annotations
 

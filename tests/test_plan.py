@@ -20,7 +20,7 @@ from loader.testing.checkpoint import PRESETS, TinyCheckpoint, tiny_checkpoint
 from loader.testing.container import read_header, rewrite
 
 REFERENCE_LAYERS = 48
-#: DESIGN section 4: saved bytes of each card of TP=4 over all 48 layers.
+#: Saved bytes of each card of TP=4 over all 48 layers.
 SAVED = {
     ("awq-gemm", "record"): 943_718_400,
     ("awq-gemm", "compact"): 1_415_577_600,

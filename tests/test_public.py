@@ -162,7 +162,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 
 def test_the_lines_of_the_contract(checkpoint: TinyCheckpoint, tmp_path: Path) -> None:
-    """DESIGN section 9, line by line."""
+    """The public surface, line by line."""
     source = checkpoint.folder
     shard = loader.Shard(tp_rank=0, tp_size=2)
     planned = loader.plan(source, shard=shard, policy=loader.Policy(), layers=None)

@@ -37,7 +37,7 @@ def summed(folder: Path, checkpoints: dict[str, TinyCheckpoint]) -> list[dict[st
 def test_the_sum_over_ranks_is_the_layer(
     summed: list[dict[str, Any]], checkpoints: dict[str, TinyCheckpoint]
 ) -> None:
-    """DESIGN section 5: the same bound on the fp32 sum, under TP, EP and both."""
+    """docs/routes.md: the same bound on the fp32 sum, under TP, EP and both."""
     sums = summed[0]["sums"]
     assert all(found["sums"] == sums for found in summed)
     assert len(sums) == 3 * 3 * 3 * 3

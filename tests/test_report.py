@@ -14,7 +14,7 @@ from loader.report import LayerMeasured, LoadReport, MemoryMeasured, write_json
 from loader.testing.checkpoint import tiny_checkpoint
 from loader.testing.container import edit_tensor
 
-#: DESIGN section 9, word for word.
+#: Keys that stay, whatever else is added.
 TOP = {"schema", "source", "device", "shard", "policy", "layers", "memory", "seconds", "gb_per_s"}
 LAYER = {
     "layer",

@@ -1,7 +1,7 @@
 """Reference: conversion and routes in PyTorch operators, the oracle of every faster implementation.
 
 Nothing here is tuned; temporaries are bounded by blocks of ``BLOCK_BYTES`` so that the memory
-bounds of DESIGN section 8 hold.
+bounds of docs/memory.md hold.
 """
 
 BLOCK_BYTES = 1 << 20

@@ -15,7 +15,7 @@ Findings = list[list[int]]
 
 
 def held(values: torch.Tensor) -> torch.Tensor:
-    """True where fp16 holds a value without flushing it (DESIGN section 4)."""
+    """True where fp16 holds a value without flushing it (docs/bank.md)."""
     size = values.abs()
     return (values == 0) | ((size >= _FP16_SMALLEST_NORMAL) & values.half().isfinite())
 

@@ -1,8 +1,8 @@
 """The reference routes: one MoE layer in PyTorch operators, straight from the banks.
 
 ``qpn_m1`` and ``qpn_grouped`` multiply the codes and apply scales to the fp32 group sums, as the
-kernels do; ``legacy`` dequantizes bounded chunks and multiplies. All three round where DESIGN
-section 5 says.
+kernels do; ``legacy`` dequantizes bounded chunks and multiplies. All three round where
+docs/routes.md says.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way back: weights of one expert, or their scaled codes, from a bank (DESIGN section 5)."""
+"""The way back: weights of one expert, or their scaled codes, from a bank (docs/routes.md)."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _whole(bank: BankSpec, tensors: Tensors, at: Columns) -> torch.Tensor:
 
 
 def dequantize(bank: BankSpec, rounding: str, tensors: Tensors, at: Columns) -> torch.Tensor:
-    """Weights fp32 ``(columns, K)`` in the order of DESIGN section 5.
+    """Weights fp32 ``(columns, K)`` in the order of docs/routes.md.
 
     int4 ``exact``: (q - z) * s; ``fused_bias``: fp16_fma(q, s, fp16(-z * s)); NVFP4:
     e2m1 * fp32(e4m3 o global); plain: as stored. Equal bit for bit under every layout but NVFP4

@@ -26,7 +26,7 @@ TOKENS = (1, 2, 9)
 BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 LAYERS, EXPERTS, FALLBACK_TOP_K = 4, 4, 4
 ROWS_DRAWN, ROWS_PROBED = 3 * sum(TOKENS), 4
-# DESIGN 5: the tolerance is promised for intermediates of this size; the peak keeps fp16 finite.
+# docs/routes.md promises the tolerance for intermediates of this size; the peak keeps fp16 finite.
 RMS_LOW, RMS_HIGH, PEAK = 2.0**-6, 4e3, 3e4
 _SCALES: Float64 = 2.0 ** np.arange(-12, 14, 2, dtype=np.float64)
 

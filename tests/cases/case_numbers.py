@@ -1,7 +1,7 @@
 """The numbers of a case: what the files mean, in numpy and fp64, and what banks and routes hold.
 
 What is expected is read from the files by the generator's own reader; banks are unpacked here as
-DESIGN section 4 draws them.
+docs/bank.md draws them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def scale_values(bits: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def weight64(checkpoint: TinyCheckpoint, codes: Codes) -> np.ndarray:
-    """(out, in) float64: what the stored numbers mean (DESIGN section 3)."""
+    """(out, in) float64: what the stored numbers mean (docs/formats.md)."""
     columns = codes.q.shape[1]
     group = columns if checkpoint.group == -1 else checkpoint.group
     at = np.arange(columns) // group
@@ -83,7 +83,7 @@ def moe64(
     return total
 
 
-# What is there, unpacked as DESIGN section 4 draws it
+# What is there, unpacked as docs/bank.md draws it
 
 
 def bank_codes(words: torch.Tensor, k: int, n: int) -> np.ndarray:

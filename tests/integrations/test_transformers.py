@@ -1,6 +1,6 @@
 """The Transformers door on checkpoints of the real tools, against twins without quantization.
 
-The bound: DESIGN section 5 allows each prepared module a relative error of 1e-5 (fp32), 1e-3 (fp16)
+The bound: docs/routes.md allows each prepared module a relative error of 1e-5 (fp32), 1e-3 (fp16)
 or 8e-3 (bf16). What that comes to in the logits is measured on the twin itself: the output of every
 module that is quantized gets a random error of just that size, and the logits may move as far.
 In 16 bits that is asked of the usual token: no tolerance covers a router that stands at a tie.

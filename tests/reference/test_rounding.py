@@ -1,4 +1,4 @@
-"""Where a layer rounds (DESIGN section 5), shown by layers whose fp32 sums are exact."""
+"""Where a layer rounds (docs/routes.md), shown by layers whose fp32 sums are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference routes: the tolerance of DESIGN section 5, every call, and where they round."""
+"""The reference routes: the tolerance of docs/routes.md, every call, and where they round."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures" / "checkpoints"
 
 
 def assert_same_bits(found: torch.Tensor, wanted: np.ndarray[Any, Any], what: str = "") -> None:
-    """Equal fp32 bits; -0 counts as 0, which DESIGN section 5 does not tell apart in exact."""
+    """Equal fp32 bits; -0 counts as 0, which docs/routes.md does not tell apart in exact."""
     have = np.ascontiguousarray((found + 0.0).numpy()).view(np.uint32)
     want = np.ascontiguousarray(wanted.astype(np.float32) + np.float32(0)).view(np.uint32)
     assert have.shape == want.shape, what
