@@ -1,7 +1,7 @@
 """Converter: one layer's banks and conversion cache, and the calls that fill them.
 
-``write(chunk, descriptors)`` and ``finish()`` are the whole interface: arrays of descriptors, never one
-call per expert.
+``write(chunk, descriptors)`` and ``finish()`` are the whole interface: arrays of descriptors,
+never one call per expert.
 """
 
 from __future__ import annotations
