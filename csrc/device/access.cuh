@@ -24,6 +24,23 @@ QPN_DEVICE void copy_async(uint32_t to, const void* from) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 #endif
 }
+// The same, or zeros where `valid` is false.
+template <int kBytes>
+QPN_DEVICE void copy_or_zero(uint32_t to, const void* from, bool valid) {
+#if QPN_ARCH >= 800
+    const int bytes = valid ? kBytes : 0;
+    if constexpr (kBytes == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                     "r"(bytes)
+                     : "memory");
+    else if constexpr (kBytes == 8)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                     : "memory");
+#endif
+}
 QPN_DEVICE void close_copies() {
 #if QPN_ARCH >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -63,57 +80,13 @@ QPN_DEVICE void write_floats(uint32_t at, float a, float b, float c, float d) {
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d)
                  : "memory");
 }
-template <int kBytes>
-QPN_DEVICE void write_blank(uint32_t at) {
-    if constexpr (kBytes == 16)
-        asm volatile("st.shared.v4.u32 [%0], {%1,%1,%1,%1};" ::"r"(at), "r"(0) : "memory");
-    else if constexpr (kBytes == 8)
-        asm volatile("st.shared.v2.u32 [%0], {%1,%1};" ::"r"(at), "r"(0) : "memory");
-    else
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(0) : "memory");
+QPN_DEVICE void write_pair(uint32_t at, uint32_t a, uint32_t b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 QPN_DEVICE void write_word(uint32_t at, uint32_t value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
 QPN_DEVICE float read_float(uint32_t at) { return __uint_as_float(read_word(at)); }
-
-// Blocks of one cluster: they run together and reach each other's shared memory.
-QPN_DEVICE uint32_t cluster_rank() {
-    uint32_t rank = 0;
-#if QPN_ARCH >= 900
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-    return rank;
-}
-QPN_DEVICE uint32_t cluster_size() {
-    uint32_t size = 1;
-#if QPN_ARCH >= 900
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-#endif
-    return size;
-}
-QPN_DEVICE void cluster_arrive() {
-#if QPN_ARCH >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-QPN_DEVICE void cluster_wait() {
-#if QPN_ARCH >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-// Four floats into the shared memory of a block of the cluster, at an address of this block.
-QPN_DEVICE void write_floats_to(uint32_t rank, uint32_t at, float a, float b, float c, float d) {
-#if QPN_ARCH >= 900
-    uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(a), "f"(b),
-                 "f"(c), "f"(d)
-                 : "memory");
-#else
-    write_floats(at, a, b, c, d);
-#endif
-}
 
 // Weight words read straight into a register, past the first cache.
 QPN_DEVICE uint32_t load_word(const uint32_t* at) {

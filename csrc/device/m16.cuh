@@ -11,8 +11,6 @@
 
 namespace qpn {
 
-constexpr int kChunkBytes = kChunkBlocks * 32 * 16;  // words of a chunk of one tile
-
 // A warp copies in the order of memory, whole lines at a time: lane l takes the vector of
 // g = l % 8, t = l / 8. In shared memory each t is turned by two places, so that the eight vectors
 // that meet in one read lie in different banks.
@@ -22,8 +20,6 @@ QPN_DEVICE int vector_place(int g, int t) { return t * 8 + ((g + 2 * t) & 7); }
 struct LaneMap {
     uint32_t copies;     // bytes into a block: where it copies to
     uint32_t reads;      // bytes into a block: its operand
-    uint32_t own_x;      // bytes into a chunk of a staged row: its rows, where it owns any
-    uint32_t own_block;  // the block whose rows it gives to B for one token, or none of the four
     uint32_t place;      // of the metadata of its columns in block t
     uint32_t float_one;  // 2^23: an integer below that as its low bits is as much more
 
@@ -31,8 +27,6 @@ struct LaneMap {
         const int g = lane / 4, t = lane % 4;
         copies = pinned(vector_place(lane % 8, lane / 8) * 16);
         reads = pinned(vector_place(g, t) * 16);
-        own_x = pinned((lane / 8 * kBlockRows + t * 8) * 2);
-        own_block = pinned(t / 2 == g % 2 ? g / 2 : kChunkBlocks);
         place = pinned(t * 8 + g);
         float_one = pinned(0x4b000000u);
     }
@@ -91,23 +85,15 @@ QPN_DEVICE void copy_chunk(uint32_t slot, const Bank& bank, const Tile& tile, co
         for (int i = 0; i < kChunkBlocks; ++i) copy_async<16>(to + i * 512, tile.words + i * 128);
     } else {
 #pragma unroll
-        for (int i = 0; i < kChunkBlocks; ++i) {
-            if (i < tile.left)
-                copy_async<16>(to + i * 512, tile.words + i * 128);
-            else
-                write_blank<16>(to + i * 512);
-        }
-        if (lane / 8 >= tile.left) {
-#pragma unroll
-            for (int h = 0; h < S::kRaws; ++h) blank_raw<kKind, kLayout>(S::raw_at(slot, h), lane);
-            return;
-        }
+        for (int i = 0; i < kChunkBlocks; ++i)
+            copy_or_zero<16>(to + i * 512, tile.words + i * 128, i < tile.left);
     }
 #pragma unroll
     for (int h = 0; h < S::kRaws; ++h)
         copy_raw<kKind, kLayout>(
             S::raw_at(slot, h), lane, tile.plane, tile.second,
-            tile.entry + uint32_t(bank.group_of(tile.segment + h) * bank.row_entries));
+            tile.entry + uint32_t(bank.group_of(tile.segment + h) * bank.row_entries),
+            lane / 8 < tile.left);
 }
 
 template <class C>
@@ -159,105 +145,6 @@ QPN_DEVICE void fused_products(const Vector& v, const Raw<kInt4, kLayout>& raw, 
     }
     block_products<Act>(p, b, low, high);
 }
-
-// One row of activations, in shared memory. Its eight columns of B would be one token and seven
-// blanks: instead column 2i + h holds half h (16 rows) of block i of a chunk, so that the sums of
-// all eight segments of 16 rows stay apart whatever group and phase are, and each lane scales its
-// own.
-template <class ActT, int kKind, int kLayout, bool kStraddlesT, bool kFused>
-struct Single {
-    using Act = ActT;
-    using C = Codes<Act, kKind>;
-    static constexpr bool kStraddles = kStraddlesT || kFused;
-    using S = Slot<kKind, kLayout, kStraddles>;
-    static constexpr bool kSums = C::kZeros && !kFused;
-
-    static QPN_DEVICE void copy(uint32_t slot, const Bank& bank, const Tile& tile,
-                                const LaneMap& map, int lane) {
-        copy_chunk<kKind, kLayout, kStraddles>(slot, bank, tile, map, lane);
-    }
-
-    // `x` (chunks x 128) as `stage_row` left it, `blank` 16 bytes of 0, `sums` fp32 of each
-    // segment.
-    static QPN_DEVICE void consume(float (&total)[4], uint32_t slot, const Bank& bank, uint32_t x,
-                                   uint32_t blank, uint32_t sums, int32_t chunk, const LaneMap& map,
-                                   int lane) {
-        float low[4] = {}, high[4] = {};
-        const uint32_t mine = x + map.own_x + chunk * (kChunkRows * 2);
-#pragma unroll
-        for (int i = 0; i < kChunkBlocks; ++i) {
-            const Vector b = read_vector(map.own_block == i ? mine : blank);
-            const Vector v = S::words(slot, i, map);
-            if constexpr (kFused) {
-                Raw<kKind, kLayout> raw;
-                S::raw(raw, slot, lane % 4 / 2, i * 8 + lane / 4);
-                fused_products<Act, kLayout>(v, raw, bank, b, low, high);
-            } else {
-                uint32_t p[4][4];
-                unpack_block<C>(v, p);
-                block_products<Act>(p, b, low, high);
-            }
-        }
-        const float v[4][2] = {
-            {low[0], low[1]}, {low[2], low[3]}, {high[0], high[1]}, {high[2], high[3]}};
-        if constexpr (kFused) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) total[c] += v[c][0] + v[c][1];
-        } else {
-            uint32_t s[2];
-            if constexpr (kSums) read_pair(sums + (chunk * 8 + lane % 4 * 2) * 4, s[0], s[1]);
-#pragma unroll
-            for (int h = 0; h < S::kRaws; ++h) {
-                Raw<kKind, kLayout> raw;
-                float scale[4], zero[4];
-                S::raw(raw, slot, h, map.place);
-                decode(raw, bank, map.float_one, scale, zero);
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    float value = kStraddles ? v[c][h] : v[c][0] + v[c][1];
-                    if constexpr (kSums) {
-                        const float sum = kStraddles ? bits_to_float(s[h])
-                                                     : bits_to_float(s[0]) + bits_to_float(s[1]);
-                        value = fmaf(-with_offset<C>(zero[c]), sum, value);
-                    }
-                    total[c] = fmaf(scale[c], value, total[c]);
-                }
-            }
-        }
-    }
-
-    // Sums of one row of 32 columns, over the four lanes of each column.
-    static QPN_DEVICE void store(float (&total)[4], uint32_t part, uint32_t rank, int lane) {
-        constexpr float kBack = kFused ? 1.0f : C::kBack;
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            total[c] += __shfl_xor_sync(0xffffffffu, total[c], 1);
-            total[c] += __shfl_xor_sync(0xffffffffu, total[c], 2);
-            total[c] *= kBack;
-        }
-        if (lane % 4 == 0)
-            write_floats_to(rank, part + lane * 4, total[0], total[1], total[2], total[3]);
-    }
-
-    // A thread's eight numbers of a row, as B takes them, and the sum of its segment (both threads
-    // of one segment are neighbours).
-    static QPN_DEVICE void stage(uint32_t x, uint32_t sums, int32_t at, Vector v) {
-        if constexpr (kSums) {
-            const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-            float sum = 0.0f;
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                sum += Act::to_float(pairs[i] & 0xffffu) + Act::to_float(pairs[i] >> 16);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            if (at % 2 == 0) write_word(sums + at / 2 * 4, __float_as_uint(sum / C::kBack));
-            if constexpr (C::kDividesOdd) {
-                v.y = C::odd_activations(v.y);
-                v.w = C::odd_activations(v.w);
-            }
-        }
-        write_vector(x + at * 16, v);
-    }
-};
 
 // Up to eight rows, one for each column of B. `kFlush` blocks lie in one group (4, 1), or none does
 // for sure (0): then the halves of a block are multiplied apart, half of B blank.

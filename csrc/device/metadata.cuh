@@ -20,41 +20,24 @@ constexpr int kRawBytes = Raw<kKind, kLayout>::kWords * 4;
 
 // Copies the metadata of one group and four columns to a place in shared memory; `at` is the first
 // of 32 such places, `entry` counts from the expert's first. Zero points of four columns are two
-// bytes: a copy takes the four around them.
+// bytes: a copy takes the four around them. Zeros where `valid` is false: a scale of 0 takes part
+// in nothing.
 template <int kKind, int kLayout>
 QPN_DEVICE void copy_raw(uint32_t at, int place, const uint8_t* plane, const uint8_t* second,
-                         uint32_t entry) {
+                         uint32_t entry, bool valid) {
     if constexpr (kKind == kE2m1 && kLayout == kWide) {
-        copy_async<8>(at + place * 8, plane + uint64_t(entry) * 2);
+        copy_or_zero<8>(at + place * 8, plane + uint64_t(entry) * 2, valid);
     } else if constexpr (kKind == kE2m1) {
-        copy_async<4>(at + place * 4, plane + entry);
+        copy_or_zero<4>(at + place * 4, plane + entry, valid);
     } else if constexpr (kLayout == kWide) {
-        copy_async<16>(at + place * 16, plane + uint64_t(entry) * 4);
+        copy_or_zero<16>(at + place * 16, plane + uint64_t(entry) * 4, valid);
     } else if constexpr (kLayout == kRecord) {
 #pragma unroll
         for (int i = 0; i < 3; ++i)
-            copy_async<4>(at + i * 128 + place * 4, plane + uint64_t(entry) * 3 + i * 4);
+            copy_or_zero<4>(at + i * 128 + place * 4, plane + uint64_t(entry) * 3 + i * 4, valid);
     } else {
-        copy_async<8>(at + place * 8, plane + uint64_t(entry) * 2);
-        copy_async<4>(at + 256 + place * 4, second + (entry / 2 & ~3u));
-    }
-}
-
-// Zeros where there is no such group: a scale of 0 takes part in nothing.
-template <int kKind, int kLayout>
-QPN_DEVICE void blank_raw(uint32_t at, int place) {
-    if constexpr (kKind == kE2m1 && kLayout == kWide) {
-        write_blank<8>(at + place * 8);
-    } else if constexpr (kKind == kE2m1) {
-        write_blank<4>(at + place * 4);
-    } else if constexpr (kLayout == kWide) {
-        write_blank<16>(at + place * 16);
-    } else if constexpr (kLayout == kRecord) {
-#pragma unroll
-        for (int i = 0; i < 3; ++i) write_blank<4>(at + i * 128 + place * 4);
-    } else {
-        write_blank<8>(at + place * 8);
-        write_blank<4>(at + 256 + place * 4);
+        copy_or_zero<8>(at + place * 8, plane + uint64_t(entry) * 2, valid);
+        copy_or_zero<4>(at + 256 + place * 4, second + (entry / 2 & ~3u), valid);
     }
 }
 

@@ -6,6 +6,13 @@ namespace qpn {
 
 QPN_DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 
+// Four of the eight bytes of `low` and `high`, by the four low nibbles of `select`.
+QPN_DEVICE uint32_t prmt(uint32_t low, uint32_t high, uint32_t select) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(select));
+    return bytes;
+}
+
 // Of the low half of a word.
 QPN_DEVICE float half_to_float(uint32_t low) {
     float value;

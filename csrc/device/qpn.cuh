@@ -24,10 +24,10 @@ enum Family : int { kHost = 0, kQuadpair = 1, kM16n8k16 = 2 };  // FAMILIES
 constexpr int kBlockRows = 32;
 constexpr int kChunkBlocks = 4;
 constexpr int kChunkRows = kBlockRows * kChunkBlocks;
+constexpr int kChunkBytes = kChunkRows / kRowsPerWord * kTile * 4;  // words of a chunk of one tile
 constexpr int kSegmentRows = 16;  // group and phase are multiples of it
 constexpr int kPassRows = 8;      // activation rows that one pass over an expert serves
 constexpr int kPitch = 36;  // floats of a row of partial sums: 32 columns, skewed over the banks
-constexpr int kMostSelected = 64;  // experts of a token that `qpn_m1` takes
 
 // One bank. `seg_magic`, 2^31 over the group rounded up, divides segments by it: exact below 2^15
 // segments (2^19 rows) and groups.

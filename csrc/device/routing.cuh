@@ -45,17 +45,20 @@ QPN_DEVICE void prefetch_routing(const Step& step) {
                                                        : at / 2));
 }
 
-QPN_DEVICE float router_weight(const Step& step, int32_t row) {
-    switch (step.weight_dtype) {
+QPN_DEVICE float router_weight(const void* weights, int32_t dtype, int32_t row) {
+    switch (dtype) {
         case kFloat16:
-            return half_to_float(static_cast<const uint16_t*>(step.weights)[row]);
+            return half_to_float(static_cast<const uint16_t*>(weights)[row]);
         case kBfloat16:
-            return bf16_to_float(static_cast<const uint16_t*>(step.weights)[row]);
+            return bf16_to_float(static_cast<const uint16_t*>(weights)[row]);
         case kFloat64:
-            return float(static_cast<const double*>(step.weights)[row]);
+            return float(static_cast<const double*>(weights)[row]);
         default:
-            return static_cast<const float*>(step.weights)[row];
+            return static_cast<const float*>(weights)[row];
     }
+}
+QPN_DEVICE float router_weight(const Step& step, int32_t row) {
+    return router_weight(step.weights, step.weight_dtype, row);
 }
 
 // Rows by active expert, in shared memory; a pass is up to `kPassRows` rows of one expert.

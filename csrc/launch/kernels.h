@@ -1,15 +1,14 @@
 // Which kernel serves which bank: one table for each family and activation dtype.
 #pragma once
+#include "../device/one_run.cuh"
 #include "moe.h"
 
 namespace qpn {
 
 enum Part : int {
-    kFirstOfOne = 0,   // W13 and SwiGLU of one token
-    kSecondOfOne = 1,  // W2 and the weighted sum of one token
-    kFirst = 2,        // W13 and SwiGLU of passes
-    kSecond = 3,       // W2 of passes
-    kSum = 4,          // the weighted sum of passes
+    kFirst = 0,   // W13 and SwiGLU of passes
+    kSecond = 1,  // W2 of passes
+    kSum = 2,     // the weighted sum of passes
 };
 
 struct Kernel {
@@ -18,9 +17,17 @@ struct Kernel {
     int32_t ring_bytes;  // shared memory of all rings of a block
 };
 
-// `run` is null where a family has no such kernel.
 Kernel m16_half(Part part, const Bank& bank, bool fused);
 Kernel m16_bf16(Part part, const Bank& bank, bool fused);
 Kernel quadpair_half(Part part, const Bank& bank, bool fused);
+
+// The kernel of one token, for W13 or for W2.
+constexpr int32_t kOneAhead = 4;  // chunks of a ring
+struct OneKernel {
+    void (*run)(const OneStep);
+    int32_t slot_bytes;  // of a chunk in shared memory
+};
+OneKernel one_half(const Bank& bank, bool first);
+OneKernel one_bf16(const Bank& bank, bool first);
 
 }  // namespace qpn

@@ -1,5 +1,5 @@
 // Which launches make one decode step, and how large they are.
-#include "../device/decode.cuh"
+#include "../device/closing.cuh"
 #include "kernels.h"
 
 namespace qpn {
@@ -32,72 +32,78 @@ struct Launcher {
     cudaStream_t stream;
 
     Kernel kernel(Part part) const {
-        const Bank& bank = part == kFirstOfOne || part == kFirst ? step.w13 : step.w2;
+        const Bank& bank = part == kFirst ? step.w13 : step.w2;
         if (call.family == kQuadpair) return quadpair_half(part, bank, fused);
         return call.dtype == kBfloat16 ? m16_bf16(part, bank, fused) : m16_half(part, bank, fused);
     }
 
     // With the leave to start before the launch before has ended, where the card knows that.
-    cudaError_t run(const Kernel& kernel, dim3 grid, int64_t shared, unsigned cluster = 1) const {
+    template <class Arguments>
+    cudaError_t run(void (*kernel)(Arguments), dim3 grid, int32_t warps, int64_t shared,
+                    const Arguments& arguments) const {
         cudaError_t status = cudaSuccess;
         if (shared > kUsualSharedBytes)
-            status = cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize,
+            status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           int(shared));
         // One division of cache and shared memory for all: a processor has to run empty to change
         // it.
         if (status == cudaSuccess)
-            status =
-                cudaFuncSetAttribute(kernel.run, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                     cudaSharedmemCarveoutMaxShared);
+            status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                          cudaSharedmemCarveoutMaxShared);
         if (status != cudaSuccess) return status;
         cudaLaunchConfig_t config{};
         config.gridDim = grid;
-        config.blockDim = dim3(unsigned(kernel.warps) * 32);
+        config.blockDim = dim3(unsigned(warps) * 32);
         config.dynamicSmemBytes = size_t(shared);
         config.stream = stream;
-        cudaLaunchAttribute attributes[2]{};
-        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[0].val.programmaticStreamSerializationAllowed = 1;
-        attributes[1].id = cudaLaunchAttributeClusterDimension;
-        attributes[1].val.clusterDim.x = cluster;
-        attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-        config.attrs = attributes;
-        config.numAttrs = card.major >= 9 ? (cluster > 1 ? 2 : 1) : 0;
-        return cudaLaunchKernelEx(&config, kernel.run, step);
+        cudaLaunchAttribute attribute{};
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+        config.attrs = &attribute;
+        config.numAttrs = card.major >= 9 ? 1 : 0;
+        return cudaLaunchKernelEx(&config, kernel, arguments);
     }
 
-    // Blocks of one tile of W2: two where one each would leave processors without work.
-    unsigned cluster_of_tile(int warps) const {
-        unsigned cluster = 1;
-        if (card.major < 9) return cluster;
-        while (cluster < 2 && cluster * 2 <= call.top_k &&
-               step.w2.tiles * cluster * 2 * warps <= 24 * card.processors)
-            cluster *= 2;
-        return cluster;
-    }
-
-    // False where one block's shared memory cannot hold it: then the step goes by passes.
+    // False where these kernels do not take it: then the step goes by passes.
     bool one_token(cudaError_t& status) {
-        const Kernel first = kernel(kFirstOfOne), second = kernel(kSecondOfOne);
-        const int64_t tasks = call.top_k * step.w13.tiles;
-        const unsigned cluster = cluster_of_tile(second.warps);
-        const int64_t experts = (call.top_k + cluster - 1) / cluster;
-        step.splits2 = 1;
-        while (experts * step.splits2 * 2 <= second.warps && step.w2.chunks() >= 2 * step.splits2)
-            step.splits2 *= 2;
-        OneLayout one(step.w13.chunks(), 1, 2 * first.warps, first.ring_bytes);
-        const OneLayout two(step.w2.chunks(), int(experts), int(call.top_k * step.splits2),
-                            second.ring_bytes);
-        if (one.bytes > card.block_bytes - 1024 || two.bytes > card.block_bytes - 1024)
+        if (call.family != kM16n8k16 || fused || call.top_k > kMostChosen ||
+            step.w13.kind != step.w2.kind)
             return false;
+        const auto pick = call.dtype == kBfloat16 ? one_bf16 : one_half;
+        const OneKernel first = pick(step.w13, true), second = pick(step.w2, false);
+        const int64_t tasks = call.top_k * step.w13.tiles;
+        const int32_t blocks = int32_t(tasks < card.processors ? tasks : card.processors);
+        OneStep one{step.w13,
+                    step.x,
+                    step.out,
+                    step.ids,
+                    step.weights,
+                    step.expert_map,
+                    reinterpret_cast<uint8_t*>(step.hidden),
+                    step.top_k,
+                    step.experts,
+                    step.ids_are_64,
+                    step.weight_dtype,
+                    step.w2.chunks(),
+                    partials_of(int32_t((tasks + blocks - 1) / blocks))};
+        OneStep two = one;
+        two.bank = step.w2;
+        two.partials = partials_of(step.top_k);
+        int64_t bytes13 = one_bytes(one, 1, first);
+        const int64_t bytes2 = one_bytes(two, step.top_k, second);
+        const int64_t most = card.block_bytes - 1024;
+        if (bytes13 > most || bytes2 > most) return false;
         // One block of W13 a processor, never two: W2 starts beside it, and then all end together.
-        if (one.bytes + two.bytes <= card.block_bytes && one.bytes <= card.block_bytes / 2)
-            one.bytes = card.block_bytes / 2 + 1024;
-        status = run(first, dim3(unsigned(tasks < card.processors ? tasks : card.processors)),
-                     one.bytes);
+        if (bytes13 + bytes2 <= card.block_bytes && bytes13 <= card.block_bytes / 2)
+            bytes13 = card.block_bytes / 2 + 1024;
+        status = run(first.run, dim3(unsigned(blocks)), kOneWarps, bytes13, one);
         if (status == cudaSuccess)
-            status = run(second, dim3(unsigned(step.w2.tiles) * cluster), two.bytes, cluster);
+            status = run(second.run, dim3(unsigned(step.w2.tiles)), kOneWarps, bytes2, two);
         return true;
+    }
+
+    static int64_t one_bytes(const OneStep& one, int32_t rows, const OneKernel& kernel) {
+        return OneLayout(one.bank.chunks(), rows, one.partials, kOneAhead, kernel.slot_bytes).bytes;
     }
 
     // False where the compaction does not fit into one block's shared memory.
@@ -114,14 +120,16 @@ struct Launcher {
         const auto blocks = [&](const Bank& bank) {
             return dim3(unsigned(rows * bank.tiles < most ? rows * bank.tiles : most));
         };
-        status = run(first, blocks(step.w13), one.bytes);
-        if (status == cudaSuccess) status = run(second, blocks(step.w2), two.bytes);
+        status = run(first.run, blocks(step.w13), first.warps, one.bytes, step);
+        if (status == cudaSuccess)
+            status = run(second.run, blocks(step.w2), second.warps, two.bytes, step);
         if (status != cudaSuccess) return true;
         const Kernel sum = kernel(kSum);
         const int64_t columns = int64_t(sum.warps) * 32 * 8;
         status =
-            run(sum,
-                dim3(unsigned(rounded_up(step.w2.n, columns) / columns), unsigned(call.tokens)), 0);
+            run(sum.run,
+                dim3(unsigned(rounded_up(step.w2.n, columns) / columns), unsigned(call.tokens)),
+                sum.warps, 0, step);
         return true;
     }
 
@@ -172,7 +180,9 @@ const char* check(const MoeCall& call, const Step& step) {
 
 int64_t moe_scratch_bytes(const Step& step, int64_t tokens, int64_t top_k) {
     const int64_t rows = tokens * top_k;
-    return hidden_bytes(step, rows) + rows * step.w2.n * 2;
+    const int64_t passes = hidden_bytes(step, rows) + rows * step.w2.n * 2;
+    const int64_t one = top_k * step.w2.chunks() * int64_t(kDigitRowBytes);
+    return passes > one ? passes : one;
 }
 
 const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream,
@@ -195,8 +205,7 @@ const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream
     Launcher launcher{call, step, Processor(), fused, stream};
     status = launcher.card.status;
     if (status != cudaSuccess) return nullptr;
-    const bool one = call.in_router_order && call.tokens == 1 && call.top_k <= kMostSelected &&
-                     call.family == kM16n8k16;
+    const bool one = call.in_router_order && call.tokens == 1;
     if (!(one && launcher.one_token(status)) && !launcher.passes(status))
         return "more rows or experts than one step of these kernels takes";
     return nullptr;
