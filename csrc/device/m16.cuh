@@ -126,6 +126,23 @@ QPN_DEVICE void unpack_block(const Vector& v, uint32_t (&p)[4][4]) {
     C::pairs(v.w, p[3]);
 }
 
+// e2m1 with scales of 16 rows: both multiplied into A, which is exact (six significant bits at
+// most), so that nothing has to be scaled between groups.
+template <class Act>
+QPN_DEVICE void scaled_products(const Vector& v, uint32_t scales, const Vector& b, float (&low)[4],
+                                float (&high)[4]) {
+    uint32_t p[4][4], pair[2];
+    unpack_block<Codes<Act, kE2m1>>(v, p);
+    e4m3_to_half2(scales, pair[0], pair[1]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        const uint32_t both = Act::from_half2(prmt(pair[c / 2], 0, c % 2 ? 0x3232u : 0x1010u));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[c][i] = Act::product(p[c][i], both);
+    }
+    block_products<Act>(p, b, low, high);
+}
+
 // `fused_bias`: the weights themselves, each rounded as an fp16 fma rounds. bf16 cannot hold one,
 // two bf16 can: their products are added.
 template <class Act, int kLayout>
@@ -155,6 +172,7 @@ struct Rows {
     static constexpr bool kStraddles = kFlush == 0 || kFused;
     using S = Slot<kKind, kLayout, kStraddles>;
     static constexpr bool kSums = C::kZeros && !kFused;
+    static constexpr bool kScaled = kKind == kE2m1 && kLayout == kCompact;
     struct Total {
         float v[4][2];
     };
@@ -223,6 +241,10 @@ struct Rows {
                 Raw<kKind, kLayout> raw;
                 S::raw(raw, slot, lane % 4 / 2, i * 8 + g);
                 fused_products<Act, kLayout>(v, raw, bank, x[i], sums.low, sums.high);
+            } else if constexpr (kScaled) {
+                Raw<kKind, kLayout> raw;
+                S::raw(raw, slot, lane % 4 / 2, i * 8 + g);
+                scaled_products<Act>(v, raw.r[0], x[i], sums.low, sums.high);
             } else if constexpr (kFlush == 0) {
                 unpack_block<C>(v, p);
 #pragma unroll
@@ -242,7 +264,7 @@ struct Rows {
                     flush(total, sums, slot, 0, i / kFlush * kFlush * 8 + g, bank, map);
             }
         }
-        if constexpr (kFused) {
+        if constexpr (kFused || kScaled) {
 #pragma unroll
             for (int u = 0; u < 2; ++u) {
                 total.v[0][u] += sums.low[u];

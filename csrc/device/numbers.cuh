@@ -85,16 +85,25 @@ QPN_DEVICE uint32_t bf162_fma(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 
-// The activation dtypes.
+// The activation dtypes. `from_half2`: a pair of fp16 numbers with at most eight significant bits.
 struct Half {
     static constexpr bool kBf16 = false;
     static QPN_DEVICE float to_float(uint32_t bits) { return half_to_float(bits); }
     static QPN_DEVICE uint32_t from_float(float value) { return float_to_half(value); }
+    static QPN_DEVICE uint32_t from_half2(uint32_t pair) { return pair; }
+    static QPN_DEVICE uint32_t product(uint32_t a, uint32_t b) { return half2_mul(a, b); }
 };
 struct Bf16 {
     static constexpr bool kBf16 = true;
     static QPN_DEVICE float to_float(uint32_t bits) { return bf16_to_float(bits); }
     static QPN_DEVICE uint32_t from_float(float value) { return float_to_bf16(value); }
+    static QPN_DEVICE uint32_t from_half2(uint32_t pair) {
+        return prmt(__float_as_uint(half_to_float(pair)),
+                    __float_as_uint(half_to_float(pair >> 16)), 0x7632u);
+    }
+    static QPN_DEVICE uint32_t product(uint32_t a, uint32_t b) {
+        return bf162_fma(a, b, 0x80008000u);
+    }
 };
 
 template <class Act>
