@@ -2,7 +2,7 @@
 
 Fast routes enqueue two launches for one token and three for more, and neither allocate nor wait for
 the host, so that a step can be captured in a CUDA graph and replayed with other tokens, experts and
-weights. ``legacy`` dequantizes one expert at a time into the workspace and multiplies with PyTorch.
+weights. ``legacy`` is :mod:`loader.cuda_legacy`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ from typing import Protocol
 
 import torch
 
-from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints
+from loader import cuda_legacy
+from loader.bank import LayerSpec, layer_spec_from_ints
 from loader.core import NativeLayer
+from loader.cuda_legacy_calls import LegacyCalls
 from loader.errors import LoaderError, UnsupportedError
-from loader.reference import routes as reference
 from loader.structs import FLOATS, Error
 
 FAMILIES = ("host", "quadpair", "m16n8k16")
 """Families of kernels, as the third number of ``routes``; ``host`` leaves it to the card."""
-
-LEGACY_WORKSPACE_BYTES = 256 << 20
-"""Most weights that ``legacy`` has unpacked at a time."""
-
-LEGACY_CAPTURED_TOKENS = 512
-"""Most tokens of a ``legacy`` step that a CUDA graph can hold."""
 
 ROW_MULTIPLE = 8
 """H and I are multiples of it: rows of activations are read 16 bytes at a time."""
@@ -86,6 +81,7 @@ class CudaRoutes:
     def __init__(self, core: _Core, architecture: int) -> None:
         self._core = core
         self.family = family_of(architecture)
+        self._legacy = cuda_legacy.Legacy(LegacyCalls(core))
         self.dtypes = (torch.float16, torch.bfloat16) if architecture >= 80 else (torch.float16,)
 
     def moe(
@@ -119,9 +115,7 @@ class CudaRoutes:
                     out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes, family
                 )
             else:
-                self._legacy(
-                    out, scratch, x, topk_ids, topk_weights, expert_map, layer, banks, spec
-                )
+                self._legacy.moe(out, scratch, x, topk_ids, topk_weights, expert_map, layer, banks)
 
     def _fast(
         self,
@@ -183,98 +177,11 @@ class CudaRoutes:
         count.restype = ctypes.c_int64
         return int(count(numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k)))
 
-    def _legacy(
-        self,
-        out: torch.Tensor,
-        scratch: torch.Tensor,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        expert_map: torch.Tensor,
-        layer: LayerSpec,
-        banks: Sequence[torch.Tensor],
-        spec: list[int],
-    ) -> None:
-        slots = reference.local_slots(topk_ids, expert_map)
-        # bf16 holds the range of every weight, and is what one is rounded to under `exact`; fp16
-        # lacks the range, and weights under `fused_bias` are fp16 numbers: products in fp32.
-        halved = x.dtype == torch.bfloat16 and layer.awq_rounding == "exact"
-        unpacked = torch.bfloat16 if halved else torch.float32
-        product = self._product(scratch, banks, spec, unpacked)
-        if not torch.cuda.is_current_stream_capturing():
-            reference.by_expert(out, x, slots, topk_weights, layer, banks, product)
-            return
-        if x.shape[0] > LEGACY_CAPTURED_TOKENS:
-            raise LoaderError(
-                "a legacy step of so many tokens cannot be captured: it asks the host which "
-                "experts are active",
-                expected=f"at most {LEGACY_CAPTURED_TOKENS} tokens in a CUDA graph",
-                found=f"{x.shape[0]} tokens",
-            )
-        reference.by_every_expert(out, x, slots, topk_weights, layer, banks, product)
-
-    def _product(
-        self,
-        scratch: torch.Tensor,
-        banks: Sequence[torch.Tensor],
-        spec: list[int],
-        unpacked: torch.dtype,
-    ) -> reference.Product:
-        plain = reference.legacy_product(scratch)
-
-        def product(
-            x: torch.Tensor, layer: LayerSpec, bank: BankSpec, tensors: Tensors, slot: int
-        ) -> torch.Tensor:
-            if bank.kind == "plain":
-                return plain(x, layer, bank, tensors, slot)
-            number = 0 if bank.projections == 2 else 1
-            y = torch.empty((x.shape[0], bank.n), dtype=torch.float32, device=x.device)
-            rows = x.to(unpacked)
-            room = scratch.view(unpacked)
-            each = max(room.numel() // (TILE * bank.k), 1)
-            for first in range(0, bank.n_padded // TILE, each):
-                last = min(first + each, bank.n_padded // TILE)
-                columns = slice(first * TILE, min(last * TILE, bank.n))
-                weights = room[: (columns.stop - columns.start) * bank.k].view(-1, bank.k)
-                self._dequantize(weights, number, slot, (first, last), banks, spec)
-                y[:, columns] = rows @ weights.t()
-            return y
-
-        return product
-
-    def _dequantize(
-        self,
-        weights: torch.Tensor,
-        bank: int,
-        slot: int,
-        tiles: tuple[int, int],
-        banks: Sequence[torch.Tensor],
-        spec: list[int],
-    ) -> None:
-        """Weights of tiles [first, last) of one expert, fp32 or bf16 (columns, K)."""
-        error = Error()
-        code = self._core.library.qpn_cuda_dequantize(
-            ctypes.c_int(bank),
-            ctypes.c_int64(slot),
-            ctypes.c_int64(tiles[0]),
-            ctypes.c_int64(tiles[1]),
-            ctypes.c_int(weights.dtype == torch.bfloat16),
-            ctypes.c_void_p(weights.data_ptr()),
-            ctypes.c_int64(weights.nbytes),
-            *NativeLayer(spec, banks).arguments(),
-            _stream(),
-            ctypes.byref(error),
-        )
-        self._core.check(code, error)
-
     def scratch_bytes(self, layers: Sequence[LayerSpec], tokens: int, top_k: int) -> int:
         """Scratch that steps of up to ``tokens`` tokens, and ``legacy``, need."""
         most = 0
         for layer in layers:
-            for bank in layer.banks:
-                tile = TILE * bank.k * 4
-                whole = bank.n_padded * bank.k * 4
-                most = max(most, tile, min(LEGACY_WORKSPACE_BYTES // tile * tile, whole))
+            most = max(most, cuda_legacy.scratch_bytes(layer))
             if layer.w13.kind in self.kinds:
                 most = max(most, self._scratch(layer.to_ints(), max(tokens, 1), top_k))
         return -(-most // 16) * 16

@@ -13,7 +13,8 @@ from card import CARD, needs_card
 
 import loader
 from loader import native
-from loader.cuda_routes import FAMILIES, LEGACY_CAPTURED_TOKENS
+from loader.cuda_legacy import LEGACY_CAPTURED_TOKENS
+from loader.cuda_routes import FAMILIES
 from loader.errors import LoaderError, UnsupportedError
 from loader.experts import PreparedExperts
 from loader.testing.checkpoint import tiny_checkpoint

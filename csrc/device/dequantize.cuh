@@ -1,65 +1,299 @@
-// Weights of one expert, for `legacy`: tiles of a bank as fp32 or bf16 (columns, K) row-major, in
-// the order of DESIGN section 5.
+// Weights of a chunk of experts, for `legacy`: tiles of a bank as (experts, parts, columns, K)
+// row-major numbers that matrix products take, and a factor for the sums of every column.
+//
+// Under fp16 the scales of a column are multiplied by a power of two that brings the largest just
+// below the end of the range: scales 2^25 apart are then held, whatever their dtype. The factor
+// takes it back. Globals of e2m1 are in the factor too, and never in a weight.
 #pragma once
-#include "metadata.cuh"
-#include "quadpair.cuh"
+#include "numbers.cuh"
+#include "qpn.cuh"
 
 namespace qpn {
 
 struct Dequantize {
     Bank bank;
-    void* out;
-    int32_t slot, first_tile, last_tile, bf16, fused;
+    void* out;              // weights of the first expert's first tile
+    float* factors;         // (experts, n)
+    const int64_t* slots;   // (experts,) of this chunk
+    const int32_t* counts;  // (experts,) rows of each; an expert without rows is left as it was
+    int32_t experts, first_tile, last_tile;
+    int32_t dtype;   // Float of the weights
+    int32_t sharing; // warps that share the K of a tile: 1 or kDequantizeWarps
 };
 
-// A warp takes one tile of columns and 32 rows: lane = column, so that reads are whole lines.
-QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
-    const Bank& bank = call.bank;
-    const int32_t lane = threadIdx.x % 32,
-                  block = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const int32_t tile = call.first_tile + blockIdx.y, column = tile * kTile + lane;
-    if (block >= bank.blocks || column >= bank.n) return;
-    const uint32_t* from = bank.words + bank.tile_at(call.slot, tile) + block * (4 * kTile) + lane;
-    const int64_t row = int64_t(column - call.first_tile * kTile) * bank.k;
-    for (int32_t i = 0; i < 4; ++i) {
-        const int32_t k = block * kBlockRows + i * kRowsPerWord;
-        if (k >= bank.k) return;
-        const int32_t group = bank.group_of(block * 2 + i / 2);
-        const uint32_t w = load_word(from + i * kTile);
+constexpr int kDequantizeWarps = 4;
+
+// How a code becomes a weight. A fused weight is an fp16 number: bf16 takes it as two parts.
+enum Making : int { kExact = 0, kFused = 1, kFloat4 = 2 };
+
+QPN_BOTH constexpr int dequantized_parts(int making, int dtype) {
+    return making == kFused && dtype == kBfloat16 ? 2 : 1;
+}
+
+// Metadata of four neighbouring columns in one group. `zero` is the bias where a weight is fused.
+struct FourColumns {
+    float scale[4], zero[4];
+};
+
+template <int kMaking>
+QPN_DEVICE FourColumns four_columns(const Bank& bank, int64_t slot, int32_t group, int32_t column) {
+    const int64_t at = (slot * bank.groups + group) * bank.np() + column;
+    FourColumns of{};
+    if constexpr (kMaking == kFloat4) {
+        uint32_t low, high;
+        if (bank.layout == kWide) {
+            const uint2 raw = *reinterpret_cast<const uint2*>(bank.plane + at * 2);
+            low = raw.x, high = raw.y;
+        } else {
+            e4m3_to_half2(*reinterpret_cast<const uint32_t*>(bank.plane + at), low, high);
+        }
+        of.scale[0] = half_to_float(low), of.scale[1] = half_to_float(low >> 16);
+        of.scale[2] = half_to_float(high), of.scale[3] = half_to_float(high >> 16);
+        return of;
+    }
+    uint32_t bits[4], biases[4];
+    if (bank.layout == kCompact) {
+        const uint2 raw = *reinterpret_cast<const uint2*>(bank.plane + at * 2);
+        const uint32_t zeros = *reinterpret_cast<const uint16_t*>(bank.second + at / 2);
+        bits[0] = raw.x & 0xffffu, bits[1] = raw.x >> 16;
+        bits[2] = raw.y & 0xffffu, bits[3] = raw.y >> 16;
+        for (int c = 0; c < 4; ++c) of.zero[c] = float(zeros >> (4 * c) & 0xfu);
+    } else if (bank.layout == kRecord) {
+        const uint32_t* r = reinterpret_cast<const uint32_t*>(bank.plane + at * 3);
+        const uint32_t a = r[0], b = r[1], c = r[2];
+        bits[0] = a & 0xffffu, bits[1] = a >> 24 | (b & 0xffu) << 8;
+        bits[2] = b >> 16, bits[3] = c >> 8 & 0xffffu;
+        of.zero[0] = float(a >> 16 & 0xffu), of.zero[1] = float(b >> 8 & 0xffu);
+        of.zero[2] = float(c & 0xffu), of.zero[3] = float(c >> 24);
+    } else {
+        const uint4 raw = *reinterpret_cast<const uint4*>(bank.plane + at * 4);
+        const uint32_t r[4] = {raw.x, raw.y, raw.z, raw.w};
+        for (int c = 0; c < 4; ++c) bits[c] = r[c] & 0xffffu, biases[c] = r[c] >> 16;
+    }
+    const bool bf16 = bank.layout == kCompact && bank.scale_dtype == kBf16;
+    for (int c = 0; c < 4; ++c) {
+        of.scale[c] = bf16 ? bf16_to_float(bits[c]) : half_to_float(bits[c]);
+        if constexpr (kMaking == kFused) {
+            // b = fp16(-z s)
+            of.zero[c] = bank.layout == kWide
+                             ? half_to_float(biases[c])
+                             : half_to_float(float_to_half((0.0f - of.zero[c]) * of.scale[c]));
+        } else if (bank.layout == kWide) {
+            // A zero scale has lost its zero point, and needs none.
+            of.zero[c] =
+                of.scale[c] == 0.0f ? 0.0f : rintf(-half_to_float(biases[c]) / of.scale[c]);
+        }
+    }
+    return of;
+}
+
+// The power of two, as its exponent, that brings `most` between 2^11 and 2^12: times a code's 15
+// that is within fp16. 0 where there is nothing to bring.
+QPN_DEVICE int32_t exponent_for_half(float most) {
+    const int32_t bits = int32_t(__float_as_uint(most) >> 23 & 0xffu);
+    if (most == 0.0f || bits == 0xff) return 0;
+    const int32_t up = 127 + 11 - bits;
+    return up < 126 ? up : 126;
+}
+
+QPN_DEVICE float power_of_two(int32_t exponent) {
+    return __uint_as_float(uint32_t(exponent + 127) << 23);
+}
+
+QPN_DEVICE uint32_t two_bf16(float low, float high) {
+#if QPN_ARCH >= 800
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return float_to_bf16(low) | float_to_bf16(high) << 16;
+#endif
+}
+
+// One column of a group, ready for its codes.
+struct Making16 {
+    uint32_t first, second;  // 1024 + z and scale doubled; fused: scale and bias; e2m1: scale
+    float scale, zero;
+};
+
+template <int kOut, int kMaking>
+QPN_DEVICE Making16 ready(float scale, float zero, int32_t exponent) {
+    Making16 of{};
+    of.scale = kOut == kFloat16 && kMaking != kFused ? scale * power_of_two(exponent) : scale;
+    of.zero = zero;
+    const uint32_t half = float_to_half(of.scale);
+    of.second = half | half << 16;
+    if (kMaking == kExact) {
+        const uint32_t offset = float_to_half(1024.0f + zero);
+        of.first = offset | offset << 16;
+    } else if (kMaking == kFused) {
+        const uint32_t bias = float_to_half(zero);
+        of.first = bias | bias << 16;
+    }
+    return of;
+}
+
+// Rows 2i and 2i + 1 of a word: exact fp16 numbers, the code less its zero point, the fused weight,
+// or e2m1.
+template <int kMaking>
+QPN_DEVICE uint32_t code_pair(uint32_t w, int i, const Making16& of) {
+    if constexpr (kMaking == kFloat4) {
+        const uint32_t part = w >> (4 * i);
+        // Exponent and mantissa at bits 9 to 11 are the number times 2^-14.
+        return half2_mul((part << 9 & 0x0e000e00u) | (part << 12 & 0x80008000u), 0x74007400u);
+    } else {
+        const uint32_t code = (w >> (4 * i) & 0x000f000fu) | 0x64006400u;
+        if constexpr (kMaking == kExact) return half2_sub(code, of.first);
+        return half2_fma(half2_sub(code, 0x64006400u), of.second, of.first);
+    }
+}
+
+QPN_DEVICE void store_floats(float* to, const float (&values)[8]) {
+    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+    *reinterpret_cast<float4*>(to + 4) = make_float4(values[4], values[5], values[6], values[7]);
+}
+
+// Eight weights as the sum of so many bf16 numbers each.
+template <int kParts>
+QPN_DEVICE void store_parts(uint16_t* to, int64_t next_part, float (&values)[8]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part, to += next_part) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            pairs[i] = two_bf16(values[2 * i], values[2 * i + 1]);
+            values[2 * i] -= bf16_to_float(pairs[i] & 0xffffu);
+            values[2 * i + 1] -= bf16_to_float(pairs[i] >> 16);
+        }
+        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+
+template <int kOut, int kMaking>
+QPN_DEVICE void store_column(void* out, int64_t at, int64_t next_part, uint32_t w,
+                             const Making16& of) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = code_pair<kMaking>(w, i, of);
+    if constexpr (kOut == kFloat16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (kMaking != kFused) pairs[i] = half2_mul(pairs[i], of.second);
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + at) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
         float values[8];
-        uint32_t p[4];
-        const bool fused = call.fused != 0;
-        const ColumnScale of = fused ? column_scale<true>(bank, call.slot, group, column)
-                                     : column_scale<false>(bank, call.slot, group, column);
-        if (bank.kind == kE2m1)
-            quad_pairs<true, false>(w, of, p);
-        else if (fused)
-            quad_pairs<false, true>(w, of, p);
-        else
-            quad_pairs<false, false>(w, of, p);
-        const float back = bank.kind == kE2m1 ? Codes<Half, kE2m1>::kBack : 1.0f;
-        const float scale =
-            bank.kind == kE2m1 ? apply_global(bank, call.slot, column, of.scale) : of.scale;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            const float code = half_to_float(j % 2 ? p[j / 2] >> 16 : p[j / 2]) * back;
-            // -0 from (q - z) * 0 would tell layouts apart.
-            values[j] = bank.kind == kInt4 && scale == 0.0f ? 0.0f : code * scale;
+            values[j] = half_to_float(j % 2 ? pairs[j / 2] >> 16 : pairs[j / 2]);
+            if (kMaking != kFused) values[j] *= of.scale;
         }
-        if (call.bf16) {
-            uint32_t pairs[4];
+        if constexpr (kOut == kFloat32)
+            store_floats(static_cast<float*>(out) + at, values);
+        else
+            store_parts<dequantized_parts(kMaking, kOut)>(static_cast<uint16_t*>(out) + at,
+                                                          next_part, values);
+    }
+}
+
+// The largest scale of each of a lane's four columns over all groups.
+template <int kMaking>
+QPN_DEVICE void largest_scales(float (&most)[4], const Bank& bank, int64_t slot, int32_t column,
+                               int32_t sharing) {
+    __shared__ float shared[kDequantizeWarps][kTile];
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int32_t part = sharing > 1 ? warp : 0;
+    for (int32_t g = part * 4 + lane / 8; g < bank.groups; g += 4 * sharing) {
+        const FourColumns of = four_columns<kMaking>(bank, slot, g, column);
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
-                pairs[j] = float_to_bf16(values[2 * j]) | float_to_bf16(values[2 * j + 1]) << 16;
-            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(call.out) + row + k) =
-                make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        } else {
-            float* to = static_cast<float*>(call.out) + row + k;
-            *reinterpret_cast<float4*>(to) =
-                make_float4(values[0], values[1], values[2], values[3]);
-            *reinterpret_cast<float4*>(to + 4) =
-                make_float4(values[4], values[5], values[6], values[7]);
+        for (int c = 0; c < 4; ++c) most[c] = fmaxf(most[c], fabsf(of.scale[c]));
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        most[c] = fmaxf(most[c], __shfl_xor_sync(0xffffffffu, most[c], 8));
+        most[c] = fmaxf(most[c], __shfl_xor_sync(0xffffffffu, most[c], 16));
+    }
+    if (sharing == 1) return;
+    if (lane < 8)
+        for (int c = 0; c < 4; ++c) shared[warp][lane * 4 + c] = most[c];
+    __syncthreads();
+    for (int w = 0; w < kDequantizeWarps; ++w)
+        for (int c = 0; c < 4; ++c) most[c] = fmaxf(most[c], shared[w][lane % 8 * 4 + c]);
+}
+
+// What the sums of a column are multiplied by.
+QPN_DEVICE float factor_of(const Bank& bank, int64_t slot, int32_t column, int32_t exponent) {
+    const float back = power_of_two(-exponent);
+    if (bank.sense == kNoGlobal || bank.layout == kWide) return back;
+    const float* globals = reinterpret_cast<const float*>(bank.second);
+    const float whole = globals[slot * bank.projections + (bank.projections == 2 ? column & 1 : 0)];
+    return bank.sense == kDivisor ? back / whole : back * whole;
+}
+
+// Weight words are read once.
+QPN_DEVICE uint4 load_once(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at));
+    return v;
+}
+
+// A warp takes a tile, or shares it with its block: lane = four columns of one word row, so that
+// loads are whole lines, and four lanes write 32 consecutive rows of a column.
+template <int kOut, int kMaking>
+QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
+    const Bank& bank = call.bank;
+    if (call.counts[blockIdx.y] == 0) return;
+    const int64_t slot = call.slots[blockIdx.y];
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const bool shared = call.sharing > 1;
+    const int32_t tile =
+        call.first_tile + (shared ? blockIdx.x : blockIdx.x * kDequantizeWarps + warp);
+    if (tile >= call.last_tile) return;  // whole warps, and whole blocks where a barrier waits
+    const int32_t column = tile * kTile + lane % 8 * 4;
+    int32_t exponent[4] = {};
+    if (kOut == kFloat16 && kMaking != kFused &&
+        !(kMaking == kFloat4 && bank.layout == kCompact)) {  // e4m3 times e2m1 is held as it is
+        float most[4] = {};
+        largest_scales<kMaking>(most, bank, slot, column, call.sharing);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) exponent[c] = exponent_for_half(most[c]);
+    }
+    const int32_t first_column = call.first_tile * kTile,
+                  columns = min(call.last_tile * kTile, bank.n) - first_column;
+    if (lane < 8 && (warp == 0 || !shared))
+        for (int c = 0; c < 4; ++c)
+            if (column + c < bank.n)
+                call.factors[int64_t(blockIdx.y) * bank.n + column + c] =
+                    factor_of(bank, slot, column + c, exponent[c]);
+    const int64_t part_size = int64_t(columns) * bank.k;
+    const int64_t origin = blockIdx.y * part_size * dequantized_parts(kMaking, kOut) +
+                           int64_t(column - first_column) * bank.k;
+    const uint4* words = reinterpret_cast<const uint4*>(bank.words + bank.tile_at(slot, tile));
+    int32_t block = shared ? warp : 0, group = -1;
+    Making16 of[4] = {};
+    uint4 next{};
+    if (block < bank.blocks) next = load_once(words + block * 32 + lane);
+    while (block < bank.blocks) {
+        const uint32_t w[4] = {next.x, next.y, next.z, next.w};
+        const int32_t k = block * kBlockRows + lane / 8 * kRowsPerWord;
+        const int32_t mine = bank.group_of(block * 2 + lane / 16);
+        block += call.sharing;
+        if (block < bank.blocks) next = load_once(words + block * 32 + lane);
+        if (k >= bank.k) continue;
+        if (mine != group) {
+            group = mine;
+            const FourColumns four = four_columns<kMaking>(bank, slot, group, column);
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                of[c] = ready<kOut, kMaking>(four.scale[c], four.zero[c], exponent[c]);
         }
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (column + c < bank.n)
+                store_column<kOut, kMaking>(call.out, origin + int64_t(c) * bank.k + k, part_size,
+                                            w[c], of[c]);
     }
 }
 

@@ -1,5 +1,4 @@
 // The C interface of the decode step on a card.
-#include "../device/dequantize.cuh"
 #include "error.h"
 #include "moe.h"
 
@@ -37,25 +36,4 @@ QPN_API int qpn_cuda_moe(const qpn::MoeCall* call, const int64_t* numbers, void*
     if (wrong == nullptr)
         wrong = qpn::moe(*call, step, fused, static_cast<cudaStream_t>(stream), status);
     return told(wrong, status, error);
-}
-
-// Weights of tiles [first, last) of one expert of one bank (0: W13, 1: W2), (columns, K) fp32 or
-// bf16.
-QPN_API int qpn_cuda_dequantize(int bank, int64_t slot, int64_t first, int64_t last, int bf16,
-                                void* out, int64_t out_bytes, const int64_t* numbers,
-                                void* const* tensors, const int64_t* tensor_bytes,
-                                int64_t tensor_count, void* stream, qpn::Error* error) {
-    qpn::Step step{};
-    bool fused = false;
-    const char* wrong = qpn::read_banks(numbers, tensors, tensor_bytes, tensor_count, step, fused);
-    if (wrong != nullptr) return told(wrong, cudaSuccess, error);
-    const qpn::Bank& of = bank == 0 ? step.w13 : step.w2;
-    const int64_t columns =
-        (last * qpn::kTile < of.n ? last * qpn::kTile : of.n) - first * qpn::kTile;
-    if (slot < 0 || slot >= of.experts || first < 0 || first >= last || last > of.tiles)
-        return told("there are no such tiles", cudaSuccess, error);
-    if (out_bytes < columns * of.k * (bf16 ? 2 : 4) || reinterpret_cast<uintptr_t>(out) % 16)
-        return told("the output is too small or off its boundary of 16 bytes", cudaSuccess, error);
-    const qpn::Dequantize call{of, out, int32_t(slot), int32_t(first), int32_t(last), bf16, fused};
-    return told(nullptr, qpn::dequantize(call, static_cast<cudaStream_t>(stream)), error);
 }

@@ -31,8 +31,4 @@ int64_t moe_scratch_bytes(const Step& step, int64_t tokens, int64_t top_k);
 const char* moe(const MoeCall& call, Step& step, bool fused, cudaStream_t stream,
                 cudaError_t& status);
 
-// Tiles of one expert as fp32 or bf16; see device/dequantize.cuh.
-struct Dequantize;
-cudaError_t dequantize(const Dequantize& call, cudaStream_t stream);
-
 }  // namespace qpn

@@ -103,26 +103,6 @@ def _sum_in_router_order(
     out.copy_(total)
 
 
-def by_every_expert(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor,
-    layer: LayerSpec,
-    banks: Sequence[torch.Tensor],
-    product: Product,
-) -> None:
-    """As :func:`by_expert` without asking what is active: each expert takes every token.
-
-    For a step that must not wait for the host; it costs E / k times the products.
-    """
-    results = x.new_zeros((*slots.shape, x.shape[1]))
-    for slot in range(layer.w13.experts):
-        y = _expert(x, layer, banks, slot, product)
-        results = torch.where((slots == slot).unsqueeze(2), y.unsqueeze(1), results)
-    _sum_in_router_order(out, slots, weights, results)
-
-
 def _expert(
     x: torch.Tensor,
     layer: LayerSpec,

@@ -1,0 +1,223 @@
+"""CUDA legacy calls: the launches of ``legacy`` on a card, one native call each.
+
+Matrix products are PyTorch's. Everything is enqueued on the current stream; nothing is allocated
+here and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from loader.core import NativeLayer
+from loader.structs import FLOATS, Error
+
+_KEYS, _GATHER, _INNER, _RESULTS, _SUM = range(5)
+"""``LegacyStage`` of csrc/launch/legacy.h."""
+
+_STEP_SIZES = "tokens top_k experts slots hidden width dtype weight_dtype ids_are_64"
+_STEP_TENSORS = "x out ids weights expert_map keys source order starts results"
+
+
+class _Span(ctypes.Structure):
+    """A tensor with its capacity; nothing where there is none."""
+
+    _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+
+
+class _Call(ctypes.Structure):
+    """``LegacyCall`` of csrc/launch/legacy.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in _STEP_SIZES.split()),
+        *((name, _Span) for name in _STEP_TENSORS.split()),
+    ]
+
+
+class _Places(ctypes.Structure):
+    """``LegacyPlaces`` of csrc/launch/legacy.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("count", "first", "places")),
+        *((name, _Span) for name in ("ranked", "counts", "rows", "sums", "inner")),
+        ("factors", _Span * 2),
+    ]
+
+
+class _Weights(ctypes.Structure):
+    """``LegacyWeights`` of csrc/launch/legacy.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("count", "first_tile", "last_tile", "dtype")),
+        *((name, _Span) for name in ("out", "factors", "ranked", "counts")),
+    ]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A run of tokens of one step, and its rows: row r is slot r % k of token r // k.
+
+    ``x``, ``out`` (T, H); ``ids``, ``weights`` (T, k); ``expert_map`` (E,) int32. ``keys`` (rows,)
+    int32: a row's slot, or ``slots`` where it has no result of its own; ``source`` (rows,) int32:
+    the row whose result serves it, or -1. ``order`` (rows,) int64: rows by key; ``starts``
+    (slots + 1,) int32: where the rows of a slot begin in it. ``results`` (rows, H).
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    expert_map: torch.Tensor
+    keys: torch.Tensor
+    source: torch.Tensor
+    results: torch.Tensor
+    slots: int
+    width: int
+    order: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Experts of one chunk: ``ranked`` (count,) int64 slots, ``counts`` (count,) int32 rows."""
+
+    ranked: torch.Tensor
+    counts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places [first, first + n) of each expert of a chunk; those beyond its rows hold nothing.
+
+    ``rows`` (count, n, H) and ``inner`` (count, n, I) of the activation dtype; ``sums`` (count, n,
+    2 I or H) fp32; ``factors``: of W13 (count, 2 I) and of W2 (count, H) fp32, or None.
+    """
+
+    chunk: Chunk
+    first: int
+    rows: torch.Tensor
+    sums: torch.Tensor
+    inner: torch.Tensor
+    factors: tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class _Core(Protocol):
+    """What is used of ``loader/cuda_core.py``."""
+
+    library: ctypes.CDLL
+
+    def check(self, code: int, error: Error) -> None: ...
+
+
+class LegacyCalls:
+    """The launches of one library. Every argument that does not fit raises before its launch."""
+
+    def __init__(self, core: _Core) -> None:
+        self._core = core
+
+    def keys(self, step: Step) -> None:
+        """Write ``keys`` and ``source`` of a step."""
+        self._run(_KEYS, step, None)
+
+    def gather(self, step: Step, places: Places) -> None:
+        """Write ``rows``: activations by expert."""
+        self._run(_GATHER, step, places)
+
+    def inner(self, step: Step, places: Places) -> None:
+        """Write ``inner`` = silu(gate) * up from the ``sums`` of W13, rounded twice."""
+        self._run(_INNER, step, places)
+
+    def results(self, step: Step, places: Places) -> None:
+        """Write ``results`` of the rows of these places from the ``sums`` of W2, rounded."""
+        self._run(_RESULTS, step, places)
+
+    def sum(self, step: Step) -> None:
+        """Write ``out``: results in router order, by router weight."""
+        self._run(_SUM, step, None)
+
+    def unpack(
+        self,
+        number: int,
+        weights: torch.Tensor,
+        factors: torch.Tensor,
+        chunk: Chunk,
+        tiles: tuple[int, int],
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """Write tiles [first, last) of a bank (0: W13, 1: W2) of the experts that have rows.
+
+        ``weights`` (count, parts, columns, K) fp16, bf16 or fp32: the weight is the sum of its
+        parts times ``factors`` (count, N) of its column.
+        """
+        error = Error()
+        call = _Weights(
+            len(chunk.ranked),
+            *tiles,
+            FLOATS[weights.dtype],
+            *map(_span, (weights, factors, chunk.ranked, chunk.counts)),
+        )
+        code = self._core.library.qpn_cuda_dequantize(
+            ctypes.c_int(number),
+            ctypes.byref(call),
+            *NativeLayer(spec, banks).arguments(),
+            _stream(),
+            ctypes.byref(error),
+        )
+        self._core.check(code, error)
+
+    def multiply(self, rows: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor) -> None:
+        """``sums`` (count, n, N) fp32 = ``rows`` (count, n, K) @ ``weights`` (count, parts, N, K).
+
+        Accumulated in fp32 whatever the dtype of the operands.
+        """
+        first, *others = (part.transpose(1, 2) for part in weights.unbind(1))
+        if rows.dtype == torch.float32:
+            torch.bmm(rows, first, out=sums)
+            return
+        torch.bmm(rows, first, out_dtype=torch.float32, out=sums)
+        for part in others:
+            torch.baddbmm(sums, rows, part, out_dtype=torch.float32, out=sums)
+
+    def _run(self, stage: int, step: Step, places: Places | None) -> None:
+        error = Error()
+        given = None if places is None else ctypes.byref(_places(places))
+        code = self._core.library.qpn_cuda_legacy(
+            ctypes.c_int(stage), ctypes.byref(_call(step)), given, _stream(), ctypes.byref(error)
+        )
+        self._core.check(code, error)
+
+
+def _span(tensor: torch.Tensor | None) -> _Span:
+    return _Span() if tensor is None else _Span(tensor.data_ptr(), tensor.nbytes)
+
+
+def _call(step: Step) -> _Call:
+    tokens, top_k = step.ids.shape
+    return _Call(
+        tokens,
+        top_k,
+        step.expert_map.numel(),
+        step.slots,
+        step.x.shape[1],
+        step.width,
+        FLOATS[step.x.dtype],
+        FLOATS[step.weights.dtype],
+        int(step.ids.dtype == torch.int64),
+        *(_span(getattr(step, name)) for name in _STEP_TENSORS.split()),
+    )
+
+
+def _places(places: Places) -> _Places:
+    chunk = places.chunk
+    spans = map(_span, (chunk.ranked, chunk.counts, places.rows, places.sums, places.inner))
+    factors = (_Span * 2)(*map(_span, places.factors))
+    return _Places(len(chunk.ranked), places.first, places.rows.shape[1], *spans, factors)
+
+
+def _stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
