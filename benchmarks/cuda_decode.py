@@ -1,150 +1,93 @@
-"""Decode steps of one MoE layer on a card, in CUDA graphs, beside the floor by bytes.
+"""Decode steps of one MoE layer on a card, in CUDA graphs, beside the floor by bytes and peers.
 
     python benchmarks/cuda_decode.py [--json docs/evidence/decode-h200.json] [--quick]
+        [--marlin _moe_C.abi3.so] [--vllm site-packages/vllm]
 
 One graph of at least 32 layer calls on uniform random experts that touch over 200 MB; time divided
 by calls, medians of replays; the floor is the bytes of the distinct active experts over 4.29 TB/s.
-Every output that is timed is checked against fp64 from the banks first. ``legacy`` stands beside a
-bf16 grouped matrix product of the same shape.
+Every output that is timed is checked against fp64 from the banks. ``legacy`` stands beside a bf16
+grouped matrix product of the same shape. Peers (``peers.py``) run from an installation of vLLM;
+where there is none they are absent, and the output says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import evidence
 import torch
+from decode_layer import CARD, Geometry, Layer, moe64
+from marlin_peer import Marlin
+from peers import Absent, Peer, Prepared
+from triton_peer import Triton
 
 from loader import native
-from loader.bank import BankSpec, LayerSpec, layer_spec_from_ints, split_banks, unpack_zeros
+from loader.cuda_legacy import LEGACY_CAPTURED_TOKENS
 from loader.table import Table, render
 
-CARD = torch.device("cuda", 0)
 FLOOR_BYTES_PER_S = 4.29e12
 BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
-WARM_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of a layer, and how many calls one graph holds."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    group: int
-    calls: int
-
+PEER_BOUND = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Peers round more often: router weights into results, partial sums."""
+WARM_SECONDS = 0.05
 
 GEOMETRIES = (
     Geometry("H4096 I1536 E128 k8", 4096, 1536, 128, 8, 128, 32),
     Geometry("H2048 I768 E128 k8", 2048, 768, 128, 8, 128, 48),
     Geometry("H2560 I160 E512 k10", 2560, 160, 512, 10, 32, 64),
+    Geometry("H2560 I640 E512 k10", 2560, 640, 512, 10, 32, 32),
 )
 FORMATS = (
     ("AWQ compact", "int4", "compact", torch.float16),
     ("AWQ wide", "int4", "wide", torch.float16),
     ("NVFP4 compact", "e2m1", "compact", torch.uint8),
 )
+MANY_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+LEGACY_TOKENS = (512, 4096)
 
 
-class Layer:
-    """Banks of random codes with sane scales on the card."""
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of the calls of one graph: each its own ids and its own poisoned output."""
 
-    def __init__(self, geometry: Geometry, kind: str, layout: str, scales: torch.dtype) -> None:
-        group = 16 if kind == "e2m1" else geometry.group
-        sense = "multiplier" if kind == "e2m1" else "none"
+    x: torch.Tensor
+    router: torch.Tensor
+    ids: list[torch.Tensor]
+    outs: list[torch.Tensor]
 
-        def bank(k: int, n: int, projections: int) -> BankSpec:
-            return BankSpec(
-                kind, layout, geometry.experts, k, n, group, 0, projections, scales, sense
-            )
+    @staticmethod
+    def of(geometry: Geometry, tokens: int, dtype: torch.dtype, calls: int) -> Inputs:
+        """Uniform random: the same for every implementation of one cell."""
+        generator = torch.Generator(device=CARD).manual_seed(tokens)
 
-        self.spec = LayerSpec(
-            bank(geometry.hidden, 2 * geometry.intermediate, 2),
-            bank(geometry.intermediate, geometry.hidden, 1),
+        def random(make: Callable[..., torch.Tensor], width: int) -> torch.Tensor:
+            return make((tokens, width), device=CARD, generator=generator)
+
+        ids = [
+            random(torch.rand, geometry.experts).topk(geometry.top_k, 1).indices
+            for _ in range(calls)
+        ]
+        x = random(torch.randn, geometry.hidden).to(dtype)
+        router = torch.softmax(random(torch.randn, geometry.top_k), 1)
+        return Inputs(x, router, ids, [torch.full_like(x, float("nan")) for _ in ids])
+
+    def error(self, layer: Layer, bound: float) -> float:
+        """Relative error of the first and the last output. Raises where it is beyond the bound."""
+        error = max(
+            float((self.outs[i].double() - wanted).norm() / wanted.norm())
+            for i in {0, len(self.ids) - 1}
+            for wanted in [moe64(layer, self.x, self.ids[i], self.router)]
         )
-        self.tensors = [tensor for one in self.spec.banks for tensor in _random(one)]
-        self.map = torch.arange(geometry.experts, dtype=torch.int32, device=CARD)
-        self.bytes_each = sum(t.nbytes for t in self.tensors) / geometry.experts
-
-    def weights(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """W13 (H, 2I) and W2 (I, H) of one expert, fp64."""
-        parts = split_banks(layer_spec_from_ints(self.spec.to_ints()), self.tensors)
-        w13, w2 = (
-            _weights64(bank, tensors, expert)
-            for bank, tensors in zip(self.spec.banks, parts, strict=True)
-        )
-        return w13, w2
-
-
-def _random(bank: BankSpec) -> list[torch.Tensor]:
-    tensors = []
-    for spec in bank.tensors():
-        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=CARD)
-        typical = 1.0 / (4.6 * math.sqrt(bank.k))
-        if spec.name == "weight":
-            tensor.random_(-(2**31), 2**31)
-        elif spec.name == "scales" and bank.kind == "int4":
-            tensor.copy_((torch.rand(spec.shape, device=CARD) + 0.5) * typical)
-        elif spec.name == "scales":
-            tensor.random_(0x20, 0x50)
-        elif spec.name == "globals":
-            tensor.fill_(typical * 1.4)
-        elif spec.name == "zeros":
-            tensor.random_(0, 256)
-        else:
-            scale = ((torch.rand(spec.shape, device=CARD) + 0.5) * typical).half()
-            zero = torch.randint(0, 16, spec.shape, device=CARD)
-            halves = torch.stack((scale, (-zero * scale.float()).half()), dim=-1)
-            tensor.copy_(halves.view(torch.int32).squeeze(-1))
-        tensors.append(tensor)
-    return tensors
-
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-def _weights64(bank: BankSpec, tensors: dict[str, torch.Tensor], expert: int) -> torch.Tensor:
-    words = tensors["weight"][expert]
-    codes = torch.stack([words >> (4 * p) & 15 for p in _NIBBLES], 2)
-    codes = codes.permute(1, 2, 0, 3).reshape(words.shape[1] * 8, -1)[: bank.k, : bank.n].long()
-    group = torch.arange(bank.k, device=CARD) // bank.group
-    if bank.kind == "e2m1":
-        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=CARD).double()
-        scale = tensors["scales"][expert].view(torch.float8_e4m3fn).double()
-        whole = tensors["globals"][expert].double().repeat(bank.columns)
-        return table[codes] * scale[group][:, : bank.n] * whole
-    if bank.layout == "compact":
-        scale = tensors["scales"][expert].double()
-        zero = unpack_zeros(tensors["zeros"][expert]).double()
-    else:
-        halves = tensors["metadata"][expert].view(torch.float16)
-        halves = halves.view(*tensors["metadata"][expert].shape, 2).double()
-        scale, zero = halves[..., 0], torch.round(-halves[..., 1] / halves[..., 0])
-    return (codes - zero[group][:, : bank.n]) * scale[group][:, : bank.n]
-
-
-def moe64(layer: Layer, x: torch.Tensor, ids: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """The layer in fp64, expert by expert."""
-    y = torch.zeros(x.shape, dtype=torch.float64, device=CARD)
-    for expert in ids.unique().tolist():
-        rows, places = (ids == expert).nonzero(as_tuple=True)
-        w13, w2 = layer.weights(expert)
-        both = x[rows].double() @ w13
-        hidden = torch.nn.functional.silu(both[:, 0::2]) * both[:, 1::2]
-        y.index_add_(0, rows, router[rows, places].double()[:, None] * (hidden @ w2))
-    return y
+        if not error <= bound:
+            raise RuntimeError(f"T={len(self.x)} {self.x.dtype}: relative error {error}")
+        return error
 
 
 def replay_us(run: Callable[[], None], calls: int, rounds: int = 15) -> float:
@@ -176,49 +119,87 @@ def timed_us(run: Callable[[], None], rounds: int) -> float:
     return median(times)
 
 
-def steps(
-    layer: Layer, geometry: Geometry, tokens: int, dtype: torch.dtype, fast: bool = True
-) -> dict[str, Any]:
-    """One row: microseconds a layer call, the floor, the rate, the error."""
-    generator = torch.Generator(device=CARD).manual_seed(tokens)
-    scores = [
-        torch.rand((tokens, geometry.experts), device=CARD, generator=generator)
-        for _ in range(geometry.calls if fast else 1)
-    ]
-    ids = [score.topk(geometry.top_k, 1).indices for score in scores]
-    x = torch.randn((tokens, geometry.hidden), device=CARD, generator=generator).to(dtype)
-    router = torch.softmax(torch.randn((tokens, geometry.top_k), device=CARD), 1)
-    outs = [torch.full_like(x, float("nan")) for _ in ids]
-    code = native.implementation_for(CARD)
-    assert code is not None
-    nbytes = code.scratch_bytes([layer.spec], tokens if fast else 1, geometry.top_k)
-    scratch = torch.full((nbytes // 4,), float("nan"), device=CARD)
-    numbers, routes = layer.spec.to_ints(), [1, tokens] if fast else [0, 0]
-
-    def run() -> None:
-        for chosen, out in zip(ids, outs, strict=True):
-            native.moe(out, scratch, x, chosen, router, layer.map, layer.tensors, numbers, routes)
-
-    us = replay_us(run, len(ids)) if fast else timed_us(run, 3)
-    error = max(
-        float((outs[i].double() - wanted).norm() / wanted.norm())
-        for i in {0, len(ids) - 1}
-        for wanted in [moe64(layer, x, ids[i], router)]
-    )
-    if not error <= BOUND[dtype]:
-        raise RuntimeError(f"T={tokens} {dtype}: relative error {error}")
-    active = sum(len(chosen.unique()) for chosen in ids) / len(ids)
-    moved = active * layer.bytes_each
+def row_of(layer: Layer, inputs: Inputs, name: str, route: str, us: float) -> dict[str, Any]:
+    """One row: what ran, microseconds a layer call, the floor, the rate."""
+    moved = sum(len(chosen.unique()) for chosen in inputs.ids) / len(inputs.ids)
+    moved *= layer.bytes_each
     return {
-        "tokens": tokens,
-        "dtype": str(dtype).removeprefix("torch."),
-        "route": ("qpn_m1" if tokens == 1 else "qpn_grouped") if fast else "legacy",
-        "experts": round(active, 2),
+        "geometry": layer.geometry.name,
+        "format": name,
+        "tokens": len(inputs.x),
+        "dtype": str(inputs.x.dtype).removeprefix("torch."),
+        "route": route,
+        "experts": round(moved / layer.bytes_each, 2),
         "us": round(us, 2),
         "floor_us": round(moved / FLOOR_BYTES_PER_S * 1e6, 2),
         "tb_per_s": round(moved / us / 1e6, 3),
-        "error": error,
     }
+
+
+def ours(layer: Layer, inputs: Inputs, routes: list[int]) -> Callable[[], None]:
+    """What enqueues the calls of one graph by the operator."""
+    code = native.implementation_for(CARD)
+    assert code is not None
+    tokens, top_k = inputs.router.shape
+    nbytes = code.scratch_bytes([layer.spec], tokens if routes[1] else 1, top_k)
+    scratch = torch.full((nbytes // 4,), float("nan"), device=CARD)
+    numbers = layer.spec.to_ints()
+
+    def run() -> None:
+        for ids, out in zip(inputs.ids, inputs.outs, strict=True):
+            native.moe(
+                out,
+                scratch,
+                inputs.x,
+                ids,
+                inputs.router,
+                layer.map,
+                layer.tensors,
+                numbers,
+                routes,
+            )
+
+    return run
+
+
+def fast(layer: Layer, name: str, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A decode step by our kernels."""
+    inputs = Inputs.of(layer.geometry, tokens, dtype, layer.geometry.calls)
+    us = replay_us(ours(layer, inputs, [1, tokens]), len(inputs.ids))
+    route = "qpn_m1" if tokens == 1 else "qpn_grouped"
+    row = row_of(layer, inputs, name, route, us)
+    return {**row, "error": inputs.error(layer, BOUND[dtype])}
+
+
+def legacy(layer: Layer, name: str, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One step of ``legacy``; up to the limit of a capture, in a graph too."""
+    inputs = Inputs.of(layer.geometry, tokens, dtype, 1)
+    run = ours(layer, inputs, [0, 0])
+    row = row_of(layer, inputs, name, "legacy", timed_us(run, 5))
+    row["error"] = inputs.error(layer, BOUND[dtype])
+    if tokens <= LEGACY_CAPTURED_TOKENS:
+        inputs.outs[0].fill_(float("nan"))
+        row["captured_us"] = round(replay_us(run, 1, 5), 2)
+        row["captured_error"] = inputs.error(layer, BOUND[dtype])
+    row["bf16_grouped_us"] = round(grouped_product_us(layer.geometry, tokens), 1)
+    return row
+
+
+def beside(
+    peer: Prepared, layer: Layer, name: str, tokens: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The same decode step by a peer: rows are sorted for it before the clock runs."""
+    inputs = Inputs.of(layer.geometry, tokens, dtype, layer.geometry.calls)
+    router = inputs.router.float()
+    rows = [peer.rows(ids) for ids in inputs.ids]
+
+    def run() -> None:
+        for out, own in zip(inputs.outs, rows, strict=True):
+            peer.run(out, inputs.x, router, own)
+
+    us = replay_us(run, len(inputs.ids))
+    row = row_of(layer, inputs, "int4", name, us)
+    return {**row, "error": inputs.error(layer, PEER_BOUND[dtype])}
 
 
 def grouped_product_us(geometry: Geometry, tokens: int) -> float:
@@ -237,26 +218,49 @@ def grouped_product_us(geometry: Geometry, tokens: int) -> float:
     return timed_us(run, 5)
 
 
-def measure(quick: bool) -> list[dict[str, Any]]:
+def measure_peer(peer: Peer, layer: Layer) -> Iterator[dict[str, Any]]:
+    """Rows of a peer at one geometry; a cell that it cannot run says why."""
+    cell: dict[str, Any] = {"geometry": layer.geometry.name, "format": "int4", "route": peer.name}
+    try:
+        prepared = peer.prepare(layer)
+        for dtype, tokens in product((torch.float16, torch.bfloat16), (1, 8)):
+            cell = {**cell, "tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
+            yield beside(prepared, layer, peer.name, tokens, dtype)
+    except Absent as error:
+        yield {**cell, "absent": str(error)}
+
+
+def measure(quick: bool, peers: Sequence[Peer]) -> Iterator[dict[str, Any]]:
     """All rows."""
-    rows = []
-    for geometry in GEOMETRIES:
-        for name, kind, layout, scales in FORMATS:
-            layer = Layer(geometry, kind, layout, scales)
-            counts = (1, 8) if quick or layout == "wide" else (1, 2, 4, 8, 16, 32, 64)
-            dtypes = (torch.float16, torch.bfloat16) if layout == "compact" else (torch.float16,)
-            for dtype in dtypes:
-                for tokens in counts:
-                    row = steps(layer, geometry, tokens, dtype)
-                    rows.append({"geometry": geometry.name, "format": name, **row})
-            if name == "AWQ compact" and not quick:
-                for tokens in (512, 4096):
-                    row = steps(layer, geometry, tokens, torch.bfloat16, fast=False)
-                    row["bf16_grouped_us"] = round(grouped_product_us(geometry, tokens), 1)
-                    rows.append({"geometry": geometry.name, "format": name, **row})
-            del layer
-            torch.cuda.empty_cache()
-    return rows
+    for geometry, (name, kind, layout, scales) in product(GEOMETRIES, FORMATS):
+        whole = geometry is not GEOMETRIES[-1]
+        if not whole and name != "AWQ compact":
+            continue
+        layer = Layer(geometry, kind, layout, scales)
+        counts = (1, 8) if quick or layout == "wide" or not whole else MANY_TOKENS
+        dtypes = (torch.float16, torch.bfloat16) if layout == "compact" else (torch.float16,)
+        for dtype, tokens in product(dtypes, counts):
+            yield fast(layer, name, tokens, dtype)
+        if name == "AWQ compact":
+            for peer in peers:
+                yield from measure_peer(peer, layer)
+            for dtype, tokens in product(dtypes, () if quick else LEGACY_TOKENS):
+                yield legacy(layer, name, tokens, dtype)
+        del layer
+        torch.cuda.empty_cache()
+
+
+def peers_of(options: argparse.Namespace) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that are there, and of each whether it is, or why not."""
+    found: list[Peer] = []
+    said = {}
+    for make, path in ((Marlin, options.marlin), (Triton, options.vllm)):
+        try:
+            found.append(make(path))
+            said[make.name] = "present"
+        except Absent as error:
+            said[make.name] = f"absent: {error}"
+    return found, said
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:
@@ -276,9 +280,23 @@ def as_text(rows: list[dict[str, Any]]) -> str:
             f"{row['error']:.1e}",
         )
         for row in rows
+        if "absent" not in row
     ]
     title = f"One MoE layer on {torch.cuda.get_device_name(0)}"
-    return render(Table(title, columns, cells, ("geometry", "format", "dtype", "route")))
+    text = render(Table(title, columns, cells, ("geometry", "format", "dtype", "route")))
+    lines = [
+        f"{row['geometry']} {row['dtype']} T={row['tokens']}: legacy {row['us'] / 1e3:.2f} ms, "
+        f"a bf16 grouped product {row['bf16_grouped_us'] / 1e3:.2f} ms"
+        + (f", in a graph {row['captured_us'] / 1e3:.2f} ms" if "captured_us" in row else "")
+        for row in rows
+        if "bf16_grouped_us" in row
+    ]
+    lines += [
+        f"{row['geometry']} {row['route']}: absent: {row['absent']}"
+        for row in rows
+        if "absent" in row
+    ]
+    return "\n".join([text, *lines])
 
 
 def main() -> None:
@@ -288,13 +306,18 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--marlin", type=Path, help="vLLM's compiled _moe_C library")
+    parser.add_argument("--vllm", type=Path, help="the folder vllm of an installation")
     options = parser.parse_args()
     if native.implementation_for(CARD) is None:
         raise SystemExit(native.why_nothing_serves(CARD))
-    rows = measure(options.quick)
+    peers, said = peers_of(options)
+    rows = list(measure(options.quick, peers))
     if options.json:
-        evidence.write(options.json, "decode", rows)
+        evidence.write(options.json, "decode", {"peers": said, "rows": rows})
     print(as_text(rows))
+    for name, what in said.items():
+        print(f"{name}: {what}")
 
 
 if __name__ == "__main__":
