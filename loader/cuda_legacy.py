@@ -1,12 +1,13 @@
 """CUDA legacy: dequantize the active experts in chunks, then ordinary matrix products.
 
-Rows are sorted by expert on the card, and experts ranked by how many rows they have. A chunk is a
-run of ranks whose weights fit into the workspace: one launch a bank unpacks them, and one batched
-product each multiplies W13 and W2. Experts of one chunk have about the same number of rows, so that
-the places of the batch are nearly all rows.
+Rows are sorted by expert on the card, and experts ranked by how many rows they have. A group is a
+run of ranks with about as many rows each, given the same number of places, so that rows are
+gathered, SwiGLU taken and results handed on in one launch each. Within a group, as many experts as
+fit into the workspace are unpacked by one launch and multiplied by one batched product, for W13 and
+then for W2.
 
 The host is asked once a step, for the counts. While a graph is captured nobody is asked: the expert
-of rank i has at most rows / (i + 1) rows, which bounds the places of every chunk.
+of rank i has at most rows / (i + 1) rows, which bounds the places of every group.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from loader.bank import TILE, BankSpec, LayerSpec
+from loader.core import NativeLayer
 from loader.cuda_legacy_calls import Chunk, LegacyCalls, Places, Step
 from loader.errors import LoaderError
 
@@ -24,7 +26,7 @@ LEGACY_WORKSPACE_BYTES = 256 << 20
 """Most weights that are unpacked at a time."""
 
 LEGACY_ROWS_BYTES = 256 << 20
-"""Most results, and most rows of one chunk, that a step holds at a time; each at least one row."""
+"""Most results, and most rows of one group, that a step holds at a time; each at least one row."""
 
 LEGACY_CAPTURED_TOKENS = 512
 """Most tokens of a step that a CUDA graph can hold."""
@@ -33,7 +35,7 @@ FEW_ROWS = 64
 """Up to so many places an expert costs what reading its weights costs: padding is free."""
 
 MOST_EXPERTS = 65535
-"""Most experts of a chunk: blocks across one grid."""
+"""Most experts of a group: blocks across one grid."""
 
 
 def weights_dtype(bank: BankSpec, activations: torch.dtype) -> torch.dtype:
@@ -68,10 +70,14 @@ class Ranks:
     places: int
 
 
-def chunks(bounds: Sequence[int], most: int) -> Iterator[Ranks]:
-    """Chunks of up to ``most`` experts whose bounds (descending) are within a factor of two."""
+def groups(bounds: Sequence[int], most_places: int) -> Iterator[Ranks]:
+    """Groups of up to so many places whose bounds (descending) are within a factor of two.
+
+    A group of one expert may have more.
+    """
     first = 0
     while first < len(bounds):
+        most = min(max(most_places // bounds[first], 1), MOST_EXPERTS)
         last = first + 1
         while (
             last < min(len(bounds), first + most)
@@ -152,33 +158,40 @@ class Legacy:
         else:
             bounds = [count for count in counts.tolist() if count]
         weights = _Weights(self._calls, scratch, layer, banks, step.x.dtype)
-        parts = [
-            (ranks, weights.places_at_once(ranks)) for ranks in chunks(bounds, weights.most_experts)
-        ]
-        most = max(((ranks.last - ranks.first) * places for ranks, places in parts), default=0)
-        buffers = _Buffers(step, most)
-        for ranks, places in parts:
-            chunk = Chunk(ranked[ranks.first : ranks.last], counts[ranks.first : ranks.last])
+        most = max(LEGACY_ROWS_BYTES // _bytes_of_place(layer, step.x.dtype), 1)
+        found = list(groups(bounds, most))
+        sizes = (min((own.last - own.first) * own.places, most) for own in found)
+        buffers = _Buffers(step, max(sizes, default=0))
+        for own in found:
+            chunk = Chunk(ranked[own.first : own.last], counts[own.first : own.last])
             weights.take(chunk)
-            for first in range(0, ranks.places, places):
-                here = min(places, ranks.places - first)
+            at_once = max(most // (own.last - own.first), 1)
+            for first in range(0, own.places, at_once):
+                here = min(at_once, own.places - first)
                 self._multiply(step, weights, buffers.places(chunk, first, here, weights.factors))
         self._calls.sum(step)
 
     def _multiply(self, step: Step, weights: _Weights, places: Places) -> None:
         count, here, hidden = places.rows.shape
-        sums = places.sums.view(-1)
         self._calls.gather(step, places)
-        both = sums[: count * here * 2 * step.width].view(count, here, -1)
-        weights.multiply(0, places.rows, both)
-        self._calls.inner(step, replace(places, sums=both))
-        y = sums[: count * here * hidden].view(count, here, -1)
-        weights.multiply(1, places.inner, y)
-        self._calls.results(step, replace(places, sums=y))
+        weights.multiply(0, places.rows, _sums(places, count, here, 2 * step.width))
+        self._calls.inner(step, places)
+        weights.multiply(1, places.inner, _sums(places, count, here, hidden))
+        self._calls.results(step, places)
+
+
+def _sums(places: Places, *shape: int) -> torch.Tensor:
+    return places.sums[: torch.Size(shape).numel()].view(shape)
+
+
+def _bytes_of_place(layer: LayerSpec, activations: torch.dtype) -> int:
+    """Memory of one row of a group: activations, SwiGLU outputs, fp32 sums."""
+    hidden, width = layer.w13.k, layer.w2.k
+    return (hidden + width) * activations.itemsize + max(2 * width, hidden) * 4
 
 
 class _Buffers:
-    """Memory of the rows of one chunk at a time, for so many places in all."""
+    """Memory of the rows of one group at a time, for so many places in all."""
 
     def __init__(self, step: Step, places: int) -> None:
         x, self._hidden, self._width = step.x, step.x.shape[1], step.width
@@ -194,7 +207,7 @@ class _Buffers:
         places: int,
         factors: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> Places:
-        """Views of the memory for some places of each expert of a chunk."""
+        """Views of the memory for some places of each expert of a group."""
         count = len(chunk.ranked)
         rows = self._rows[: count * places * self._hidden].view(count, places, self._hidden)
         inner = self._inner[: count * places * self._width].view(count, places, self._width)
@@ -202,7 +215,7 @@ class _Buffers:
 
 
 class _Weights:
-    """Weights of one chunk in the workspace: both banks whole, or a run of tiles at a time."""
+    """Weights of a group, unpacked into the workspace as they are multiplied."""
 
     def __init__(
         self,
@@ -216,65 +229,73 @@ class _Weights:
         self._layer = layer
         self._banks = banks
         self._spec = layer.to_ints()
-        self._activations = activations
+        plain = layer.w13.kind == "plain"
+        self._native = None if plain else NativeLayer(self._spec, banks)
         self._dtype = weights_dtype(layer.w13, activations)
         self._parts = parts_of(layer, self._dtype)
         self._room = scratch[: LEGACY_WORKSPACE_BYTES // 4].view(self._dtype)
-        each = sum(bank.n * bank.k * self._parts for bank in layer.banks)
-        self._whole = each <= self._room.numel()
-        self.most_experts = min(max(self._room.numel() // each, 1), MOST_EXPERTS)
         self.factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        self._unpacked: list[torch.Tensor] = []
 
-    def places_at_once(self, ranks: Ranks) -> int:
-        """Places of each expert of a chunk whose rows fit into their budget; at least one."""
-        hidden, width = self._layer.w13.k, self._layer.w2.k
-        each = (hidden + width) * self._activations.itemsize + max(2 * width, hidden) * 4
-        return min(max(LEGACY_ROWS_BYTES // (each * (ranks.last - ranks.first)), 1), ranks.places)
-
-    def take(self, chunk: Chunk) -> None:
-        """Make the weights of a chunk those that are multiplied."""
-        self._chunk = chunk
-        if self._layer.w13.kind != "plain":
+    def take(self, group: Chunk) -> None:
+        """Make a group the one whose weights are multiplied."""
+        self._group = group
+        if self._native is not None:
             first, second = (
                 torch.empty(
-                    (len(chunk.ranked), bank.n), dtype=torch.float32, device=self._room.device
+                    (len(group.ranked), bank.n), dtype=torch.float32, device=self._room.device
                 )
                 for bank in self._layer.banks
             )
             self.factors = (first, second)
-        if self._whole:
-            tiles = [bank.n_padded // TILE for bank in self._layer.banks]
-            w13 = self._unpack(0, (0, tiles[0]), self._room)
-            w2 = self._unpack(1, (0, tiles[1]), self._room[w13.numel() :])
-            self._unpacked = [w13, w2]
 
     def multiply(self, number: int, rows: torch.Tensor, sums: torch.Tensor) -> None:
         """``sums`` (count, n, N) fp32 = ``rows`` (count, n, K) @ weights of bank ``number``."""
         rows = rows.to(self._dtype)
-        if self._whole:
-            self._calls.multiply(rows, self._unpacked[number], sums)
+        bank = self._layer.banks[number]
+        fitting = self._room.numel() // (bank.n * bank.k * self._parts)
+        if not fitting:
+            for expert in range(len(rows)):
+                self._multiply_by_tiles(number, slice(expert, expert + 1), rows, sums)
             return
+        runs = -(-len(rows) // fitting)
+        each = -(-len(rows) // runs)
+        for first in range(0, len(rows), each):
+            some = slice(first, first + each)
+            weights = self._unpack(number, some, (0, bank.n_padded // TILE))
+            self._calls.multiply(rows[some], weights, sums[some])
+
+    def _multiply_by_tiles(
+        self, number: int, some: slice, rows: torch.Tensor, sums: torch.Tensor
+    ) -> None:
+        """An expert that is larger than the workspace: a run of its columns at a time."""
         bank = self._layer.banks[number]
         each = max(self._room.numel() // (TILE * bank.k * self._parts), 1)
         for first in range(0, bank.n_padded // TILE, each):
             last = min(first + each, bank.n_padded // TILE)
-            weights = self._unpack(number, (first, last), self._room)
-            some = sums.new_empty((*sums.shape[:2], weights.shape[2]))
-            self._calls.multiply(rows, weights, some)
-            sums[..., first * TILE : last * TILE] = some
+            weights = self._unpack(number, some, (first, last))
+            part = sums.new_empty((1, sums.shape[1], weights.shape[2]))
+            self._calls.multiply(rows[some], weights, part)
+            sums[some, :, first * TILE : last * TILE] = part
 
-    def _unpack(self, number: int, tiles: tuple[int, int], room: torch.Tensor) -> torch.Tensor:
-        """Tiles [first, last) of the chunk's experts: ``(count, parts, columns, K)``."""
-        bank, count = self._layer.banks[number], len(self._chunk.ranked)
+    def _unpack(self, number: int, some: slice, tiles: tuple[int, int]) -> torch.Tensor:
+        """Tiles [first, last) of some experts of the group: ``(count, parts, columns, K)``."""
+        bank = self._layer.banks[number]
+        chunk = Chunk(self._group.ranked[some], self._group.counts[some])
         columns = slice(tiles[0] * TILE, min(tiles[1] * TILE, bank.n))
-        shape = (count, self._parts, columns.stop - columns.start, bank.k)
-        weights = room[: torch.Size(shape).numel()].view(shape)
+        shape = (len(chunk.ranked), self._parts, columns.stop - columns.start, bank.k)
+        weights = self._room[: torch.Size(shape).numel()].view(shape)
         factors = self.factors[number]
         if factors is None:
-            weights[:, 0] = self._banks[number][:, columns].index_select(0, self._chunk.ranked)
+            weights[:, 0] = self._banks[number][:, columns].index_select(0, chunk.ranked)
         else:
             self._calls.unpack(
-                number, weights, factors, self._chunk, tiles, self._banks, self._spec
+                number,
+                weights,
+                factors[some],
+                chunk,
+                tiles,
+                self._banks,
+                self._spec,
+                self._native,
             )
         return weights

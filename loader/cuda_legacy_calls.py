@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -80,10 +81,27 @@ class Step:
     order: torch.Tensor | None = None
     starts: torch.Tensor | None = None
 
+    @cached_property
+    def native(self) -> ctypes.Structure:
+        """The step as native calls take it, by address."""
+        tokens, top_k = self.ids.shape
+        return _Call(
+            tokens,
+            top_k,
+            self.expert_map.numel(),
+            self.slots,
+            self.x.shape[1],
+            self.width,
+            FLOATS[self.x.dtype],
+            FLOATS[self.weights.dtype],
+            int(self.ids.dtype == torch.int64),
+            *(_span(getattr(self, name)) for name in _STEP_TENSORS.split()),
+        )
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Experts of one chunk: ``ranked`` (count,) int64 slots, ``counts`` (count,) int32 rows."""
+    """Some experts: ``ranked`` (count,) int64 slots, ``counts`` (count,) int32 rows."""
 
     ranked: torch.Tensor
     counts: torch.Tensor
@@ -91,10 +109,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Places:
-    """Places [first, first + n) of each expert of a chunk; those beyond its rows hold nothing.
+    """Places [first, first + n) of each of some experts; those beyond its rows hold nothing.
 
-    ``rows`` (count, n, H) and ``inner`` (count, n, I) of the activation dtype; ``sums`` (count, n,
-    2 I or H) fp32; ``factors``: of W13 (count, 2 I) and of W2 (count, H) fp32, or None.
+    ``rows`` (count, n, H) and ``inner`` (count, n, I) of the activation dtype; ``sums`` fp32: room
+    for those of W13, (count, n, 2 I), and then of W2, (count, n, H); ``factors`` fp32: of W13
+    (count, 2 I) and of W2 (count, H), or None.
     """
 
     chunk: Chunk
@@ -103,6 +122,14 @@ class Places:
     sums: torch.Tensor
     inner: torch.Tensor
     factors: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    @cached_property
+    def native(self) -> ctypes.Structure:
+        """The places as native calls take them, by address."""
+        chunk = self.chunk
+        spans = map(_span, (chunk.ranked, chunk.counts, self.rows, self.sums, self.inner))
+        factors = (_Span * 2)(*map(_span, self.factors))
+        return _Places(len(chunk.ranked), self.first, self.rows.shape[1], *spans, factors)
 
 
 class _Core(Protocol):
@@ -148,11 +175,13 @@ class LegacyCalls:
         tiles: tuple[int, int],
         banks: Sequence[torch.Tensor],
         spec: list[int],
+        layer: NativeLayer | None = None,
     ) -> None:
         """Write tiles [first, last) of a bank (0: W13, 1: W2) of the experts that have rows.
 
         ``weights`` (count, parts, columns, K) fp16, bf16 or fp32: the weight is the sum of its
-        parts times ``factors`` (count, N) of its column.
+        parts times ``factors`` (count, N) of its column. ``layer`` is the same banks, made once for
+        many calls.
         """
         error = Error()
         call = _Weights(
@@ -164,7 +193,7 @@ class LegacyCalls:
         code = self._core.library.qpn_cuda_dequantize(
             ctypes.c_int(number),
             ctypes.byref(call),
-            *NativeLayer(spec, banks).arguments(),
+            *(layer or NativeLayer(spec, banks)).arguments(),
             _stream(),
             ctypes.byref(error),
         )
@@ -185,38 +214,15 @@ class LegacyCalls:
 
     def _run(self, stage: int, step: Step, places: Places | None) -> None:
         error = Error()
-        given = None if places is None else ctypes.byref(_places(places))
+        given = None if places is None else ctypes.byref(places.native)
         code = self._core.library.qpn_cuda_legacy(
-            ctypes.c_int(stage), ctypes.byref(_call(step)), given, _stream(), ctypes.byref(error)
+            ctypes.c_int(stage), ctypes.byref(step.native), given, _stream(), ctypes.byref(error)
         )
         self._core.check(code, error)
 
 
 def _span(tensor: torch.Tensor | None) -> _Span:
     return _Span() if tensor is None else _Span(tensor.data_ptr(), tensor.nbytes)
-
-
-def _call(step: Step) -> _Call:
-    tokens, top_k = step.ids.shape
-    return _Call(
-        tokens,
-        top_k,
-        step.expert_map.numel(),
-        step.slots,
-        step.x.shape[1],
-        step.width,
-        FLOATS[step.x.dtype],
-        FLOATS[step.weights.dtype],
-        int(step.ids.dtype == torch.int64),
-        *(_span(getattr(step, name)) for name in _STEP_TENSORS.split()),
-    )
-
-
-def _places(places: Places) -> _Places:
-    chunk = places.chunk
-    spans = map(_span, (chunk.ranked, chunk.counts, places.rows, places.sums, places.inner))
-    factors = (_Span * 2)(*map(_span, places.factors))
-    return _Places(len(chunk.ranked), places.first, places.rows.shape[1], *spans, factors)
 
 
 def _stream() -> ctypes.c_void_p:

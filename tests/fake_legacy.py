@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from loader.bank import TILE, layer_spec_from_ints, split_banks
+from loader.core import NativeLayer
 from loader.cuda_legacy_calls import Chunk, LegacyCalls, Places, Step
 from loader.reference.routes import local_slots
 from loader.reference.weights import Columns, dequantize
@@ -41,17 +42,18 @@ class FakeCalls(LegacyCalls):
         tiles: tuple[int, int],
         banks: Sequence[torch.Tensor],
         spec: list[int],
+        layer: NativeLayer | None = None,
     ) -> None:
         self.made.append("unpack")
-        layer = layer_spec_from_ints(spec)
-        bank = layer.banks[number]
+        whole = layer_spec_from_ints(spec)
+        bank = whole.banks[number]
         first, last = tiles[0] * TILE, min(tiles[1] * TILE, bank.n)
         for i, (slot, count) in enumerate(zip(chunk.ranked, chunk.counts, strict=True)):
             weights[i] = float("nan")
             if not count:
                 continue
             at = Columns(int(slot), first, last)
-            own = dequantize(bank, layer.awq_rounding, split_banks(layer, banks)[number], at)
+            own = dequantize(bank, whole.awq_rounding, split_banks(whole, banks)[number], at)
             factors[i] = 0.5
             rest = own / 0.5
             for part in weights[i]:
@@ -105,4 +107,9 @@ class FakeCalls(LegacyCalls):
 
     def _scaled(self, places: Places, number: int) -> torch.Tensor:
         factors = places.factors[number]
-        return places.sums if factors is None else places.sums * factors[:, None]
+        shape = (
+            *places.rows.shape[:2],
+            places.rows.shape[2] if number else 2 * places.inner.shape[2],
+        )
+        sums = places.sums[: torch.Size(shape).numel()].view(shape)
+        return sums if factors is None else sums * factors[:, None]

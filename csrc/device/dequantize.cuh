@@ -30,58 +30,77 @@ QPN_BOTH constexpr int dequantized_parts(int making, int dtype) {
     return making == kFused && dtype == kBfloat16 ? 2 : 1;
 }
 
-// Metadata of four neighbouring columns in one group. `zero` is the bias where a weight is fused.
+// Metadata of four neighbouring columns in one group, as it is stored.
+struct RawColumns {
+    uint32_t r[4];
+    uint32_t zeros;
+};
+
+// The same as numbers. `zero` is the bias where a weight is fused.
 struct FourColumns {
     float scale[4], zero[4];
 };
 
 template <int kMaking>
-QPN_DEVICE FourColumns four_columns(const Bank& bank, int64_t slot, int32_t group, int32_t column) {
+QPN_DEVICE RawColumns load_columns(const Bank& bank, int64_t slot, int32_t group, int32_t column) {
     const int64_t at = (slot * bank.groups + group) * bank.np() + column;
-    FourColumns of{};
-    if constexpr (kMaking == kFloat4) {
-        uint32_t low, high;
-        if (bank.layout == kWide) {
-            const uint2 raw = *reinterpret_cast<const uint2*>(bank.plane + at * 2);
-            low = raw.x, high = raw.y;
-        } else {
-            e4m3_to_half2(*reinterpret_cast<const uint32_t*>(bank.plane + at), low, high);
-        }
-        of.scale[0] = half_to_float(low), of.scale[1] = half_to_float(low >> 16);
-        of.scale[2] = half_to_float(high), of.scale[3] = half_to_float(high >> 16);
-        return of;
-    }
-    uint32_t bits[4], biases[4];
-    if (bank.layout == kCompact) {
-        const uint2 raw = *reinterpret_cast<const uint2*>(bank.plane + at * 2);
-        const uint32_t zeros = *reinterpret_cast<const uint16_t*>(bank.second + at / 2);
-        bits[0] = raw.x & 0xffffu, bits[1] = raw.x >> 16;
-        bits[2] = raw.y & 0xffffu, bits[3] = raw.y >> 16;
-        for (int c = 0; c < 4; ++c) of.zero[c] = float(zeros >> (4 * c) & 0xfu);
+    RawColumns raw{};
+    if (kMaking == kFloat4 && bank.layout != kWide) {
+        raw.r[0] = *reinterpret_cast<const uint32_t*>(bank.plane + at);
+    } else if (kMaking == kFloat4 || bank.layout == kCompact) {
+        const uint2 two = *reinterpret_cast<const uint2*>(bank.plane + at * 2);
+        raw.r[0] = two.x, raw.r[1] = two.y;
+        if (kMaking != kFloat4)
+            raw.zeros = *reinterpret_cast<const uint16_t*>(bank.second + at / 2);
     } else if (bank.layout == kRecord) {
-        const uint32_t* r = reinterpret_cast<const uint32_t*>(bank.plane + at * 3);
-        const uint32_t a = r[0], b = r[1], c = r[2];
-        bits[0] = a & 0xffffu, bits[1] = a >> 24 | (b & 0xffu) << 8;
-        bits[2] = b >> 16, bits[3] = c >> 8 & 0xffffu;
-        of.zero[0] = float(a >> 16 & 0xffu), of.zero[1] = float(b >> 8 & 0xffu);
-        of.zero[2] = float(c & 0xffu), of.zero[3] = float(c >> 24);
+        const uint32_t* three = reinterpret_cast<const uint32_t*>(bank.plane + at * 3);
+        raw.r[0] = three[0], raw.r[1] = three[1], raw.r[2] = three[2];
     } else {
-        const uint4 raw = *reinterpret_cast<const uint4*>(bank.plane + at * 4);
-        const uint32_t r[4] = {raw.x, raw.y, raw.z, raw.w};
-        for (int c = 0; c < 4; ++c) bits[c] = r[c] & 0xffffu, biases[c] = r[c] >> 16;
+        const uint4 four = *reinterpret_cast<const uint4*>(bank.plane + at * 4);
+        raw.r[0] = four.x, raw.r[1] = four.y, raw.r[2] = four.z, raw.r[3] = four.w;
+    }
+    return raw;
+}
+
+QPN_DEVICE FourColumns decode_e4m3(const RawColumns& raw, const Bank& bank) {
+    uint32_t low = raw.r[0], high = raw.r[1];
+    if (bank.layout != kWide) e4m3_to_half2(raw.r[0], low, high);
+    return FourColumns{{half_to_float(low), half_to_float(low >> 16), half_to_float(high),
+                        half_to_float(high >> 16)},
+                       {}};
+}
+
+template <int kMaking>
+QPN_DEVICE FourColumns decode_columns(const RawColumns& raw, const Bank& bank) {
+    if constexpr (kMaking == kFloat4) return decode_e4m3(raw, bank);
+    const uint32_t(&r)[4] = raw.r;
+    uint32_t bits[4] = {r[0] & 0xffffu, r[0] >> 16, r[1] & 0xffffu, r[1] >> 16};
+    FourColumns of{};
+    if (bank.layout == kCompact) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) of.zero[c] = float(raw.zeros >> (4 * c) & 0xfu);
+    } else if (bank.layout == kRecord) {
+        bits[1] = r[0] >> 24 | (r[1] & 0xffu) << 8;
+        bits[2] = r[1] >> 16, bits[3] = r[2] >> 8 & 0xffffu;
+        of.zero[0] = float(r[0] >> 16 & 0xffu), of.zero[1] = float(r[1] >> 8 & 0xffu);
+        of.zero[2] = float(r[2] & 0xffu), of.zero[3] = float(r[2] >> 24);
+    } else {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) bits[c] = r[c] & 0xffffu;
     }
     const bool bf16 = bank.layout == kCompact && bank.scale_dtype == kBf16;
+#pragma unroll
     for (int c = 0; c < 4; ++c) {
         of.scale[c] = bf16 ? bf16_to_float(bits[c]) : half_to_float(bits[c]);
         if constexpr (kMaking == kFused) {
             // b = fp16(-z s)
             of.zero[c] = bank.layout == kWide
-                             ? half_to_float(biases[c])
+                             ? half_to_float(r[c] >> 16)
                              : half_to_float(float_to_half((0.0f - of.zero[c]) * of.scale[c]));
         } else if (bank.layout == kWide) {
             // A zero scale has lost its zero point, and needs none.
             of.zero[c] =
-                of.scale[c] == 0.0f ? 0.0f : rintf(-half_to_float(biases[c]) / of.scale[c]);
+                of.scale[c] == 0.0f ? 0.0f : rintf(-half_to_float(r[c] >> 16) / of.scale[c]);
         }
     }
     return of;
@@ -204,7 +223,8 @@ QPN_DEVICE void largest_scales(float (&most)[4], const Bank& bank, int64_t slot,
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32_t part = sharing > 1 ? warp : 0;
     for (int32_t g = part * 4 + lane / 8; g < bank.groups; g += 4 * sharing) {
-        const FourColumns of = four_columns<kMaking>(bank, slot, g, column);
+        const FourColumns of =
+            decode_columns<kMaking>(load_columns<kMaking>(bank, slot, g, column), bank);
 #pragma unroll
         for (int c = 0; c < 4; ++c) most[c] = fmaxf(most[c], fabsf(of.scale[c]));
     }
@@ -271,24 +291,32 @@ QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
     const int64_t origin = blockIdx.y * part_size * dequantized_parts(kMaking, kOut) +
                            int64_t(column - first_column) * bank.k;
     const uint4* words = reinterpret_cast<const uint4*>(bank.words + bank.tile_at(slot, tile));
-    int32_t block = shared ? warp : 0, group = -1;
+    // A warp's rows are neighbours: metadata lasts for a group, and lines are written whole.
+    int32_t block = shared ? bank.blocks * warp / kDequantizeWarps : 0, group = -1;
+    const int32_t end = shared ? bank.blocks * (warp + 1) / kDequantizeWarps : bank.blocks;
+    const auto group_at = [&](int32_t at) { return bank.group_of(at * 2 + lane / 16); };
+    // Words and metadata of the next block are under way while one is worked on.
+    int32_t next_group = group_at(block);
+    uint4 next = load_once(words + block * 32 + lane);
+    RawColumns raw = load_columns<kMaking>(bank, slot, next_group, column);
     Making16 of[4] = {};
-    uint4 next{};
-    if (block < bank.blocks) next = load_once(words + block * 32 + lane);
-    while (block < bank.blocks) {
+    for (; block < end; ++block) {
         const uint32_t w[4] = {next.x, next.y, next.z, next.w};
         const int32_t k = block * kBlockRows + lane / 8 * kRowsPerWord;
-        const int32_t mine = bank.group_of(block * 2 + lane / 16);
-        block += call.sharing;
-        if (block < bank.blocks) next = load_once(words + block * 32 + lane);
-        if (k >= bank.k) continue;
-        if (mine != group) {
-            group = mine;
-            const FourColumns four = four_columns<kMaking>(bank, slot, group, column);
+        if (next_group != group) {
+            group = next_group;
+            const FourColumns four = decode_columns<kMaking>(raw, bank);
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 of[c] = ready<kOut, kMaking>(four.scale[c], four.zero[c], exponent[c]);
         }
+        if (block + 1 < end) {
+            next = load_once(words + (block + 1) * 32 + lane);
+            next_group = group_at(block + 1);
+            if (next_group != group)
+                raw = load_columns<kMaking>(bank, slot, next_group, column);
+        }
+        if (k >= bank.k) continue;
 #pragma unroll
         for (int c = 0; c < 4; ++c)
             if (column + c < bank.n)
