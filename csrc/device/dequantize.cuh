@@ -17,8 +17,8 @@ struct Dequantize {
     const int64_t* slots;   // (experts,) of this chunk
     const int32_t* counts;  // (experts,) rows of each; an expert without rows is left as it was
     int32_t experts, first_tile, last_tile;
-    int32_t dtype;   // Float of the weights
-    int32_t sharing; // warps that share the K of a tile: 1 or kDequantizeWarps
+    int32_t dtype;    // Float of the weights
+    int32_t sharing;  // warps that share the K of a tile: 1 or kDequantizeWarps
 };
 
 constexpr int kDequantizeWarps = 4;
@@ -73,7 +73,7 @@ QPN_DEVICE FourColumns decode_e4m3(const RawColumns& raw, const Bank& bank) {
 template <int kMaking>
 QPN_DEVICE FourColumns decode_columns(const RawColumns& raw, const Bank& bank) {
     if constexpr (kMaking == kFloat4) return decode_e4m3(raw, bank);
-    const uint32_t(&r)[4] = raw.r;
+    const uint32_t (&r)[4] = raw.r;
     uint32_t bits[4] = {r[0] & 0xffffu, r[0] >> 16, r[1] & 0xffffu, r[1] >> 16};
     FourColumns of{};
     if (bank.layout == kCompact) {
@@ -167,9 +167,23 @@ QPN_DEVICE uint32_t code_pair(uint32_t w, int i, const Making16& of) {
     }
 }
 
-QPN_DEVICE void store_floats(float* to, const float (&values)[8]) {
-    *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
-    *reinterpret_cast<float4*>(to + 4) = make_float4(values[4], values[5], values[6], values[7]);
+// As one instruction: the compiler makes four of an assignment here.
+QPN_DEVICE void store_vector(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+QPN_DEVICE void store_floats(float* to, const float (&v)[8]) {
+    store_vector(to, __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                 __float_as_uint(v[3]));
+    store_vector(to + 4, __float_as_uint(v[4]), __float_as_uint(v[5]), __float_as_uint(v[6]),
+                 __float_as_uint(v[7]));
+}
+
+QPN_DEVICE void half2_to_floats(uint32_t pair, float& low, float& high) {
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+        : "=f"(low), "=f"(high)
+        : "r"(pair));
 }
 
 // Eight weights as the sum of so many bf16 numbers each.
@@ -184,7 +198,7 @@ QPN_DEVICE void store_parts(uint16_t* to, int64_t next_part, float (&values)[8])
             values[2 * i] -= bf16_to_float(pairs[i] & 0xffffu);
             values[2 * i + 1] -= bf16_to_float(pairs[i] >> 16);
         }
-        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        store_vector(to, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
 
@@ -198,14 +212,13 @@ QPN_DEVICE void store_column(void* out, int64_t at, int64_t next_part, uint32_t 
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (kMaking != kFused) pairs[i] = half2_mul(pairs[i], of.second);
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + at) =
-            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        store_vector(static_cast<uint16_t*>(out) + at, pairs[0], pairs[1], pairs[2], pairs[3]);
     } else {
         float values[8];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            values[j] = half_to_float(j % 2 ? pairs[j / 2] >> 16 : pairs[j / 2]);
-            if (kMaking != kFused) values[j] *= of.scale;
+        for (int i = 0; i < 4; ++i) {
+            half2_to_floats(pairs[i], values[2 * i], values[2 * i + 1]);
+            if (kMaking != kFused) values[2 * i] *= of.scale, values[2 * i + 1] *= of.scale;
         }
         if constexpr (kOut == kFloat32)
             store_floats(static_cast<float*>(out) + at, values);
@@ -313,8 +326,7 @@ QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
         if (block + 1 < end) {
             next = load_once(words + (block + 1) * 32 + lane);
             next_group = group_at(block + 1);
-            if (next_group != group)
-                raw = load_columns<kMaking>(bank, slot, next_group, column);
+            if (next_group != group) raw = load_columns<kMaking>(bank, slot, next_group, column);
         }
         if (k >= bank.k) continue;
 #pragma unroll

@@ -16,11 +16,11 @@ struct LegacyStep {
     const void* ids;            // (tokens, top_k) int32 or int64
     const void* weights;        // (tokens, top_k) Float
     const int32_t* expert_map;  // (experts,): slot, or -1
-    int32_t* keys;              // (rows,): slot of a row, or `slots` where it has no result of its own
-    int32_t* source;            // (rows,): row whose result serves it, or -1
-    const int64_t* order;       // (rows,): rows by key
-    const int32_t* starts;      // (slots,): where the rows of a slot begin in `order`
-    void* results;              // (rows, hidden)
+    int32_t* keys;          // (rows,): slot of a row, or `slots` where it has no result of its own
+    int32_t* source;        // (rows,): row whose result serves it, or -1
+    const int64_t* order;   // (rows,): rows by key
+    const int32_t* starts;  // (slots,): where the rows of a slot begin in `order`
+    void* results;          // (rows, hidden)
     int64_t tokens;
     int32_t top_k, experts, slots, hidden, width, ids_are_64, dtype, weight_dtype;
 };
@@ -88,9 +88,8 @@ struct Neighbours {
         } else if constexpr (kFloat == kFloat32) {
             static_cast<float*>(to)[at] = v[0];
         } else if constexpr (kEach == 4) {
-            *reinterpret_cast<uint2*>(static_cast<uint16_t*>(to) + at) =
-                make_uint2(narrowed(v[0]) | narrowed(v[1]) << 16,
-                           narrowed(v[2]) | narrowed(v[3]) << 16);
+            *reinterpret_cast<uint2*>(static_cast<uint16_t*>(to) + at) = make_uint2(
+                narrowed(v[0]) | narrowed(v[1]) << 16, narrowed(v[2]) | narrowed(v[3]) << 16);
         } else {
             static_cast<uint16_t*>(to)[at] = uint16_t(narrowed(v[0]));
         }
@@ -100,7 +99,7 @@ struct Neighbours {
         return widened(narrowed(value));
     }
 
-private:
+   private:
     static QPN_DEVICE float widened(uint32_t bits) {
         return kFloat == kBfloat16 ? bf16_to_float(bits) : half_to_float(bits);
     }
@@ -143,9 +142,8 @@ QPN_DEVICE void legacy_inner(const LegacyStep& step, const LegacyChunk& chunk) {
                 Sums::load(chunk.factors, factors + 2 * i + half * kEach, scale[half]);
 #pragma unroll
             for (int c = 0; c < kEach; ++c)
-                both[half][c] =
-                    Some::rounded(chunk.factors != nullptr ? both[half][c] * scale[half][c]
-                                                           : both[half][c]);
+                both[half][c] = Some::rounded(
+                    chunk.factors != nullptr ? both[half][c] * scale[half][c] : both[half][c]);
         }
 #pragma unroll
         for (int c = 0; c < kEach; ++c) {

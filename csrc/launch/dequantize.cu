@@ -5,7 +5,7 @@
 namespace qpn {
 namespace {
 
-constexpr int64_t kMostExperts = 65535;  // blocks across a grid
+constexpr int64_t kMostExperts = 65535;                  // blocks across a grid
 constexpr int64_t kSharedBlocks = 4 * kDequantizeWarps;  // blocks of rows that warps share out
 
 template <int kOut, int kMaking>
@@ -37,8 +37,8 @@ const char* dequantize(const Bank& bank, bool fused, const LegacyWeights& weight
         return "there are no such experts or tiles";
     const int64_t first = weights.first_tile * kTile, last = weights.last_tile * kTile;
     const int64_t columns = (last < bank.n ? last : bank.n) - first;
-    const int64_t numbers = weights.count * columns * bank.k *
-                            dequantized_parts(making, int(weights.dtype));
+    const int64_t numbers =
+        weights.count * columns * bank.k * dequantized_parts(making, int(weights.dtype));
     if (!weights.out.holds(numbers * (weights.dtype == kFloat32 ? 4 : 2)) ||
         !weights.factors.holds(weights.count * bank.n * 4) ||
         !weights.ranked.holds(weights.count * 8) || !weights.counts.holds(weights.count * 4))
@@ -57,7 +57,8 @@ const char* dequantize(const Bank& bank, bool fused, const LegacyWeights& weight
     call.dtype = int32_t(weights.dtype);
     call.sharing = bank.blocks >= kSharedBlocks ? kDequantizeWarps : 1;
     const int64_t tiles = weights.last_tile - weights.first_tile;
-    const int64_t across = call.sharing > 1 ? tiles : (tiles + kDequantizeWarps - 1) / kDequantizeWarps;
+    const int64_t across =
+        call.sharing > 1 ? tiles : (tiles + kDequantizeWarps - 1) / kDequantizeWarps;
     const dim3 grid{unsigned(across), unsigned(weights.count)};
     if (weights.dtype == kFloat16)
         launch<kFloat16>(making, grid, call, stream);

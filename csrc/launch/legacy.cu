@@ -51,9 +51,7 @@ void launch(bool four, LegacyStage stage, const LegacyStep& step, const LegacyCh
         launch<kFloat, 1>(stage, step, chunk, stream);
 }
 
-int64_t bytes_of(int64_t dtype) {
-    return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2;
-}
+int64_t bytes_of(int64_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
 
 const char* check(const LegacyCall& call) {
     const int64_t most = int64_t(1) << 31, rows = call.tokens * call.top_k;

@@ -18,8 +18,8 @@ int told(const char* wrong, cudaError_t status, qpn::Error* error) {
 }  // namespace
 
 // What is done with rows: LegacyStage. `places` may be null for a stage of the whole step.
-QPN_API int qpn_cuda_legacy(int stage, const qpn::LegacyCall* call,
-                            const qpn::LegacyPlaces* places, void* stream, qpn::Error* error) {
+QPN_API int qpn_cuda_legacy(int stage, const qpn::LegacyCall* call, const qpn::LegacyPlaces* places,
+                            void* stream, qpn::Error* error) {
     cudaError_t status = cudaSuccess;
     if (stage < qpn::kKeys || stage > qpn::kSumOfRows)
         return told("there is no such stage", status, error);
@@ -37,8 +37,7 @@ QPN_API int qpn_cuda_dequantize(int bank, const qpn::LegacyWeights* weights, con
     qpn::Step step{};
     bool fused = false;
     cudaError_t status = cudaSuccess;
-    const char* wrong =
-        qpn::read_banks(numbers, tensors, tensor_bytes, tensor_count, step, fused);
+    const char* wrong = qpn::read_banks(numbers, tensors, tensor_bytes, tensor_count, step, fused);
     if (wrong == nullptr)
         wrong = qpn::dequantize(bank == 0 ? step.w13 : step.w2, fused, *weights,
                                 static_cast<cudaStream_t>(stream), status);

@@ -1,8 +1,8 @@
 // The kernels for SM70, as one unit without a standard header: NVRTC 12.8 makes a cubin of it. A
 // build by nvcc 12.x takes the same device code by csrc/launch instead (docs/build.md).
-#include "../device/quadpair.cuh"
 #include "../device/dequantize.cuh"
 #include "../device/legacy.cuh"
+#include "../device/quadpair.cuh"
 
 #define QPN_RTC extern "C" __global__ void __launch_bounds__(256, 2)
 
