@@ -16,8 +16,7 @@ struct Dequantize {
     float* factors;         // (experts, n)
     const int64_t* slots;   // (experts,) of this chunk
     const int32_t* counts;  // (experts,) rows of each; an expert without rows is left as it was
-    int32_t experts, first_tile, last_tile;
-    int32_t dtype;    // Float of the weights
+    int32_t first_tile, last_tile;
     int32_t sharing;  // warps that share the K of a tile: 1 or kDequantizeWarps
 };
 

@@ -22,7 +22,7 @@ struct LegacyStep {
     const int32_t* starts;  // (slots,): where the rows of a slot begin in `order`
     void* results;          // (rows, hidden)
     int64_t tokens;
-    int32_t top_k, experts, slots, hidden, width, ids_are_64, dtype, weight_dtype;
+    int32_t top_k, experts, slots, hidden, width, ids_are_64, weight_dtype;
 };
 
 // Places [first, first + places) of each expert of one chunk.
@@ -33,7 +33,7 @@ struct LegacyChunk {
     float* sums;            // (count, places, 2 width or hidden): of a matrix product
     void* inner;            // (count, places, width): SwiGLU outputs
     const float* factors;   // (count, 2 width or hidden), or null
-    int32_t count, first, places;
+    int32_t first, places;
 };
 
 QPN_DEVICE int32_t legacy_slot(const LegacyStep& step, int64_t row) {

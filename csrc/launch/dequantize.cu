@@ -51,10 +51,8 @@ const char* dequantize(const Bank& bank, bool fused, const LegacyWeights& weight
     call.factors = static_cast<float*>(weights.factors.at);
     call.slots = static_cast<const int64_t*>(weights.ranked.at);
     call.counts = static_cast<const int32_t*>(weights.counts.at);
-    call.experts = int32_t(weights.count);
     call.first_tile = int32_t(weights.first_tile);
     call.last_tile = int32_t(weights.last_tile);
-    call.dtype = int32_t(weights.dtype);
     call.sharing = bank.blocks >= kSharedBlocks ? kDequantizeWarps : 1;
     const int64_t tiles = weights.last_tile - weights.first_tile;
     const int64_t across =

@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kFloat, int kEach>
-void launch(LegacyStage stage, const LegacyStep& step, const LegacyChunk& chunk,
+void launch(LegacyStage stage, const LegacyStep& step, const LegacyChunk& chunk, int64_t count,
             cudaStream_t stream) {
-    const dim3 places{unsigned(chunk.places), unsigned(chunk.count)};
+    const dim3 places{unsigned(chunk.places), unsigned(count)};
     if (stage == kGather)
         legacy_kernel<kFloat, kEach, kGather><<<places, kThreads, 0, stream>>>(step, chunk);
     else if (stage == kInner)
@@ -44,11 +44,11 @@ void launch(LegacyStage stage, const LegacyStep& step, const LegacyChunk& chunk,
 
 template <int kFloat>
 void launch(bool four, LegacyStage stage, const LegacyStep& step, const LegacyChunk& chunk,
-            cudaStream_t stream) {
+            int64_t count, cudaStream_t stream) {
     if (four)
-        launch<kFloat, 4>(stage, step, chunk, stream);
+        launch<kFloat, 4>(stage, step, chunk, count, stream);
     else
-        launch<kFloat, 1>(stage, step, chunk, stream);
+        launch<kFloat, 1>(stage, step, chunk, count, stream);
 }
 
 int64_t bytes_of(int64_t dtype) { return dtype == kFloat64 ? 8 : dtype == kFloat32 ? 4 : 2; }
@@ -115,7 +115,6 @@ LegacyStep step_of(const LegacyCall& call) {
     step.hidden = int32_t(call.hidden);
     step.width = int32_t(call.width);
     step.ids_are_64 = int32_t(call.ids_are_64);
-    step.dtype = int32_t(call.dtype);
     step.weight_dtype = int32_t(call.weight_dtype);
     return step;
 }
@@ -128,7 +127,6 @@ LegacyChunk chunk_of(LegacyStage stage, const LegacyPlaces& of) {
     chunk.sums = static_cast<float*>(of.sums.at);
     chunk.inner = of.inner.at;
     chunk.factors = static_cast<const float*>(of.factors[stage == kInner ? 0 : 1].at);
-    chunk.count = int32_t(of.count);
     chunk.first = int32_t(of.first);
     chunk.places = int32_t(of.places);
     return chunk;
@@ -160,11 +158,11 @@ const char* legacy(LegacyStage stage, const LegacyCall& call, const LegacyPlaces
         const LegacyChunk chunk = of_a_chunk ? chunk_of(stage, places) : LegacyChunk{};
         const bool four = by_fours(call, of_a_chunk ? places : LegacyPlaces{});
         if (call.dtype == kFloat16)
-            launch<kFloat16>(four, stage, step, chunk, stream);
+            launch<kFloat16>(four, stage, step, chunk, places.count, stream);
         else if (call.dtype == kBfloat16)
-            launch<kBfloat16>(four, stage, step, chunk, stream);
+            launch<kBfloat16>(four, stage, step, chunk, places.count, stream);
         else
-            launch<kFloat32>(four, stage, step, chunk, stream);
+            launch<kFloat32>(four, stage, step, chunk, places.count, stream);
     }
     status = cudaGetLastError();
     return nullptr;
