@@ -147,6 +147,7 @@ class _MarlinLayer:
             "size_n": bank.n,
             "size_k": bank.k,
             "is_k_full": True,
+            "is_full_k": True,
             "use_atomic_add": False,
             "use_fp32_reduce": True,
             "is_zp_float": False,

@@ -13,7 +13,7 @@ of rank i has at most rows / (i + 1) rows, which bounds the places of every grou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -129,17 +129,26 @@ class Legacy:
         each = -(-tokens // runs)
         for first in range(0, tokens, each):
             part = slice(first, first + each)
-            rows = topk_ids[part].numel()
+            ids = topk_ids[part]
+            rows, slots = ids.numel(), layer.w13.experts
+            sizes = (rows, rows, rows, slots, slots, slots)
+            keys, source, order, starts, counts, ranked_counts = expert_map.new_empty(
+                sum(sizes)
+            ).split(sizes)
             step = Step(
                 x[part],
                 out[part],
-                topk_ids[part],
+                ids,
                 topk_weights[part],
                 expert_map,
-                keys=expert_map.new_empty(rows),
-                source=expert_map.new_empty(rows),
+                keys=keys,
+                source=source,
+                order=order,
+                starts=starts,
+                counts=counts,
+                ranked=expert_map.new_empty(slots, dtype=torch.int64),
+                ranked_counts=ranked_counts,
                 results=x.new_empty((rows, x.shape[1])),
-                slots=layer.w13.experts,
                 width=layer.w2.k,
             )
             self._run(step, scratch, layer, banks)
@@ -147,23 +156,19 @@ class Legacy:
     def _run(
         self, step: Step, scratch: torch.Tensor, layer: LayerSpec, banks: Sequence[torch.Tensor]
     ) -> None:
-        self._calls.keys(step)
-        ordered, order = step.keys.sort(stable=True)
-        ends = torch.arange(step.slots + 1, dtype=torch.int32, device=step.keys.device)
-        starts = torch.searchsorted(ordered, ends, out_int32=True)
-        counts, ranked = starts.diff().sort(descending=True, stable=True)
-        step = replace(step, order=order, starts=starts)
+        self._calls.route(step)
         if self._capturing():
             bounds = captured_bounds(step.ids.shape[0], step.ids.shape[1], step.slots)
         else:
-            bounds = [count for count in counts.tolist() if count]
+            bounds = [count for count in step.ranked_counts.tolist() if count]
         weights = _Weights(self._calls, scratch, layer, banks, step.x.dtype)
         most = max(LEGACY_ROWS_BYTES // _bytes_of_place(layer, step.x.dtype), 1)
         found = list(groups(bounds, most))
         sizes = (min((own.last - own.first) * own.places, most) for own in found)
         buffers = _Buffers(step, max(sizes, default=0))
         for own in found:
-            chunk = Chunk(ranked[own.first : own.last], counts[own.first : own.last])
+            ranks = slice(own.first, own.last)
+            chunk = Chunk(step.ranked[ranks], step.ranked_counts[ranks])
             weights.take(chunk)
             at_once = max(most // (own.last - own.first), 1)
             for first in range(0, own.places, at_once):

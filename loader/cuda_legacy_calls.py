@@ -1,4 +1,4 @@
-"""CUDA legacy calls: the launches of ``legacy`` on a card, one native call each.
+"""CUDA legacy calls: the launches of ``legacy`` on a card.
 
 Matrix products are PyTorch's. Everything is enqueued on the current stream; nothing is allocated
 here and nothing waits for the host.
@@ -17,11 +17,13 @@ import torch
 from loader.core import NativeLayer
 from loader.structs import FLOATS, Error
 
-_KEYS, _GATHER, _INNER, _RESULTS, _SUM = range(5)
+_ROUTE, _GATHER, _INNER, _RESULTS, _SUM = range(5)
 """``LegacyStage`` of csrc/launch/legacy.h."""
 
 _STEP_SIZES = "tokens top_k experts slots hidden width dtype weight_dtype ids_are_64"
-_STEP_TENSORS = "x out ids weights expert_map keys source order starts results"
+_STEP_TENSORS = (
+    "x out ids weights expert_map keys source order starts counts ranked ranked_counts results"
+)
 
 
 class _Span(ctypes.Structure):
@@ -62,10 +64,12 @@ class _Weights(ctypes.Structure):
 class Step:
     """A run of tokens of one step, and its rows: row r is slot r % k of token r // k.
 
-    ``x``, ``out`` (T, H); ``ids``, ``weights`` (T, k); ``expert_map`` (E,) int32. ``keys`` (rows,)
-    int32: a row's slot, or ``slots`` where it has no result of its own; ``source`` (rows,) int32:
-    the row whose result serves it, or -1. ``order`` (rows,) int64: rows by key; ``starts``
-    (slots + 1,) int32: where the rows of a slot begin in it. ``results`` (rows, H).
+    ``x``, ``out`` (T, H); ``ids``, ``weights`` (T, k); ``expert_map`` (E,) int32. What
+    :meth:`LegacyCalls.route` fills: ``keys`` (rows,) int32, a row's slot, or ``slots`` where
+    it has no result of its own; ``source`` (rows,) int32, the row whose result serves it, or -1;
+    ``order`` (rows,) int32, rows by slot; ``starts``, ``counts`` (slots,) int32, where those of a
+    slot begin, and how many they are; ``ranked`` (slots,) int64, slots by count, the fullest first,
+    and ``ranked_counts`` (slots,) int32. ``results`` (rows, H).
     """
 
     x: torch.Tensor
@@ -75,11 +79,18 @@ class Step:
     expert_map: torch.Tensor
     keys: torch.Tensor
     source: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    ranked: torch.Tensor
+    ranked_counts: torch.Tensor
     results: torch.Tensor
-    slots: int
     width: int
-    order: torch.Tensor | None = None
-    starts: torch.Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """Experts on this card."""
+        return len(self.ranked)
 
     @cached_property
     def native(self) -> ctypes.Structure:
@@ -146,9 +157,9 @@ class LegacyCalls:
     def __init__(self, core: _Core) -> None:
         self._core = core
 
-    def keys(self, step: Step) -> None:
-        """Write ``keys`` and ``source`` of a step."""
-        self._run(_KEYS, step, None)
+    def route(self, step: Step) -> None:
+        """Write which rows each expert has, and which experts have most."""
+        self._run(_ROUTE, step, None)
 
     def gather(self, step: Step, places: Places) -> None:
         """Write ``rows``: activations by expert."""

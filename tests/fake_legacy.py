@@ -23,8 +23,8 @@ class FakeCalls(LegacyCalls):
         super().__init__(core)
         self.made: list[str] = []
 
-    def keys(self, step: Step) -> None:
-        self.made.append("keys")
+    def route(self, step: Step) -> None:
+        self.made.append("route")
         step.results.fill_(float("nan"))
         slots = local_slots(step.ids, step.expert_map).long()
         first = (slots[:, :, None] == slots[:, None, :]).int().argmax(2)
@@ -32,6 +32,12 @@ class FakeCalls(LegacyCalls):
         source = torch.where(slots >= 0, rows[:, :1] + first, -1)
         step.source.copy_(source.flatten())
         step.keys.copy_(torch.where(source == rows, slots, step.slots).flatten())
+        step.order.copy_(step.keys.sort(stable=True).indices)
+        step.counts.copy_(torch.bincount(step.keys, minlength=step.slots + 1)[: step.slots])
+        step.starts.copy_(step.counts.cumsum(0) - step.counts)
+        ranked_counts, ranked = step.counts.sort(descending=True, stable=True)
+        step.ranked.copy_(ranked)
+        step.ranked_counts.copy_(ranked_counts)
 
     def unpack(
         self,
@@ -97,7 +103,6 @@ class FakeCalls(LegacyCalls):
 
     def _rows(self, step: Step, places: Places) -> list[tuple[int, int, int]]:
         found = []
-        assert step.starts is not None and step.order is not None
         for i, slot in enumerate(places.chunk.ranked.tolist()):
             for place in range(places.rows.shape[1]):
                 if places.first + place < places.chunk.counts[i]:

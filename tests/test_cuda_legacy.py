@@ -107,7 +107,7 @@ def test_no_row_on_this_card_gives_zeros(tmp_path: Path, capturing: bool) -> Non
     x, ids, weights = step(5, torch.bfloat16)
     out, made = run(layer, (x, torch.full_like(ids, -1), weights * float("nan")), capturing)
     assert not out.any()
-    assert capturing or made == ["keys", "sum"]
+    assert capturing or made == ["route", "sum"]
 
 
 @pytest.mark.parametrize("capturing", (False, True))
@@ -131,14 +131,14 @@ def test_rows_go_in_pieces_within_their_budget(
     monkeypatch.setattr(cuda_legacy, "LEGACY_ROWS_BYTES", 40 * TOP_K * HIDDEN * 2 // 2)
     out, in_pieces = run(layer, given)
     assert error_of(out, whole.double()) <= TOLERANCE[torch.float16]
-    assert in_pieces.count("keys") == 2 and in_pieces.count("gather") > 2 * made.count("gather")
+    assert in_pieces.count("route") == 2 and in_pieces.count("gather") > 2 * made.count("gather")
 
 
 def test_few_launches_serve_many_experts(tmp_path: Path) -> None:
     layer = layer_of(tmp_path)
     _, made = run(layer, step(40, torch.float16))
     assert made == [
-        *("keys", "gather", "unpack", "multiply", "inner", "unpack", "multiply", "results"),
+        *("route", "gather", "unpack", "multiply", "inner", "unpack", "multiply", "results"),
         "sum",
     ]
 

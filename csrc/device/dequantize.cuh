@@ -21,6 +21,10 @@ struct Dequantize {
 };
 
 constexpr int kDequantizeWarps = 4;
+#ifndef QPN_RUN
+#define QPN_RUN 4
+#endif
+constexpr int kRun = QPN_RUN;
 
 // How a code becomes a weight. A fused weight is an fp16 number: bf16 takes it as two parts.
 enum Making : int { kExact = 0, kFused = 1, kFloat4 = 2 };
@@ -303,16 +307,19 @@ QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
     const int64_t origin = blockIdx.y * part_size * dequantized_parts(kMaking, kOut) +
                            int64_t(column - first_column) * bank.k;
     const uint4* words = reinterpret_cast<const uint4*>(bank.words + bank.tile_at(slot, tile));
-    // A warp's rows are neighbours: metadata lasts for a group, and lines are written whole.
-    int32_t block = shared ? bank.blocks * warp / kDequantizeWarps : 0, group = -1;
-    const int32_t end = shared ? bank.blocks * (warp + 1) / kDequantizeWarps : bank.blocks;
+    // Runs of neighbouring rows: metadata lasts for a group, and a block writes whole pieces of
+    // rows.
+    int32_t turn = 0, block = shared ? warp * kRun : 0, group = -1;
+    const auto block_at = [&](int32_t at) {
+        return shared ? (at / kRun * kDequantizeWarps + warp) * kRun + at % kRun : at;
+    };
     const auto group_at = [&](int32_t at) { return bank.group_of(at * 2 + lane / 16); };
     // Words and metadata of the next block are under way while one is worked on.
     int32_t next_group = group_at(block);
     uint4 next = load_once(words + block * 32 + lane);
     RawColumns raw = load_columns<kMaking>(bank, slot, next_group, column);
     Making16 of[4] = {};
-    for (; block < end; ++block) {
+    while (block < bank.blocks) {
         const uint32_t w[4] = {next.x, next.y, next.z, next.w};
         const int32_t k = block * kBlockRows + lane / 8 * kRowsPerWord;
         if (next_group != group) {
@@ -322,9 +329,10 @@ QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
             for (int c = 0; c < 4; ++c)
                 of[c] = ready<kOut, kMaking>(four.scale[c], four.zero[c], exponent[c]);
         }
-        if (block + 1 < end) {
-            next = load_once(words + (block + 1) * 32 + lane);
-            next_group = group_at(block + 1);
+        block = block_at(++turn);
+        if (block < bank.blocks) {
+            next = load_once(words + block * 32 + lane);
+            next_group = group_at(block);
             if (next_group != group) raw = load_columns<kMaking>(bank, slot, next_group, column);
         }
         if (k >= bank.k) continue;

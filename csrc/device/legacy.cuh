@@ -16,11 +16,14 @@ struct LegacyStep {
     const void* ids;            // (tokens, top_k) int32 or int64
     const void* weights;        // (tokens, top_k) Float
     const int32_t* expert_map;  // (experts,): slot, or -1
-    int32_t* keys;          // (rows,): slot of a row, or `slots` where it has no result of its own
-    int32_t* source;        // (rows,): row whose result serves it, or -1
-    const int64_t* order;   // (rows,): rows by key
-    const int32_t* starts;  // (slots,): where the rows of a slot begin in `order`
-    void* results;          // (rows, hidden)
+    int32_t* keys;           // (rows,): slot of a row, or `slots` where it has no result of its own
+    int32_t* source;         // (rows,): row whose result serves it, or -1
+    int32_t* order;          // (rows,): rows by slot
+    int32_t* starts;         // (slots,): where the rows of a slot begin in `order`
+    int32_t* counts;         // (slots,): how many they are
+    int64_t* ranked;         // (slots,): slots by count, the fullest first
+    int32_t* ranked_counts;  // (slots,)
+    void* results;           // (rows, hidden)
     int64_t tokens;
     int32_t top_k, experts, slots, hidden, width, ids_are_64, weight_dtype;
 };
@@ -55,12 +58,72 @@ QPN_DEVICE void legacy_keys(const LegacyStep& step) {
     step.keys[row] = source == row ? slot : step.slots;
 }
 
+// Sum of the numbers of all threads before this one; `all` is the sum of all. At most 32 warps,
+// each with a place in `totals`.
+QPN_DEVICE int32_t legacy_scan(int32_t mine, int32_t* totals, int32_t& all) {
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int32_t before = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int32_t other = __shfl_up_sync(0xffffffffu, before, d);
+        if (lane >= d) before += other;
+    }
+    __syncthreads();  // the totals of the scan before have been read
+    if (lane == 31) totals[warp] = before;
+    __syncthreads();
+    before -= mine;
+    all = 0;
+    for (int32_t w = 0; w < int32_t(blockDim.x) / 32; ++w) {
+        if (w == warp) before += all;
+        all += totals[w];
+    }
+    return before;
+}
+
+// Blocks (slots): the rows of a slot in their order. A block counts what comes before its own.
+QPN_DEVICE void legacy_order(const LegacyStep& step) {
+    __shared__ int32_t totals[32];
+    const int32_t slot = blockIdx.x, rows = int32_t(step.tokens * step.top_k);
+    int32_t less = 0, own = 0, start = 0, count = 0;
+    for (int32_t row = threadIdx.x; row < rows; row += blockDim.x) {
+        const int32_t key = step.keys[row];
+        less += key < slot;
+        own += key == slot;
+    }
+    legacy_scan(less, totals, start);
+    legacy_scan(own, totals, count);
+    if (threadIdx.x == 0) step.starts[slot] = start, step.counts[slot] = count;
+    for (int32_t first = 0; first < rows && count > 0; first += blockDim.x) {
+        const int32_t row = first + threadIdx.x;
+        const int32_t mine = row < rows && step.keys[row] == slot;
+        int32_t here = 0;
+        const int32_t before = legacy_scan(mine, totals, here);
+        if (mine) step.order[start + before] = row;
+        start += here;
+        count -= here;
+    }
+}
+
+// A thread for each slot: its rank by count; equals keep their order.
+QPN_DEVICE void legacy_rank(const LegacyStep& step) {
+    const int32_t slot = blockIdx.x * blockDim.x + threadIdx.x;
+    if (slot >= step.slots) return;
+    const int32_t own = step.counts[slot];
+    int32_t rank = 0;
+    for (int32_t other = 0; other < step.slots; ++other) {
+        const int32_t count = step.counts[other];
+        rank += count > own || (count == own && other < slot);
+    }
+    step.ranked[rank] = slot;
+    step.ranked_counts[rank] = own;
+}
+
 // The row at a place of a chunk, or -1 where its expert has fewer.
 QPN_DEVICE int64_t legacy_row(const LegacyStep& step, const LegacyChunk& chunk, int32_t expert,
                               int32_t place) {
     const int32_t number = chunk.first + place;
     if (number >= chunk.counts[expert]) return -1;
-    return step.order[int64_t(step.starts[chunk.ranked[expert]]) + number];
+    return step.order[step.starts[chunk.ranked[expert]] + number];
 }
 
 // kEach neighbours of a row as fp32: 4 where sizes and addresses allow, else 1.

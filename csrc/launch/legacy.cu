@@ -5,12 +5,33 @@
 namespace qpn {
 namespace {
 
-constexpr int kThreads = 128, kKeyThreads = 256;
+constexpr int kThreads = 128, kRowThreads = 256, kOrderThreads = 1024;
 constexpr int64_t kMostBlocksAcross = 65535;
 
-__global__ void __launch_bounds__(kKeyThreads)
+__global__ void __launch_bounds__(kRowThreads)
     legacy_keys_kernel(const __grid_constant__ LegacyStep step) {
     legacy_keys(step);
+}
+
+__global__ void __launch_bounds__(kOrderThreads)
+    legacy_order_kernel(const __grid_constant__ LegacyStep step) {
+    legacy_order(step);
+}
+
+__global__ void __launch_bounds__(kRowThreads)
+    legacy_rank_kernel(const __grid_constant__ LegacyStep step) {
+    legacy_rank(step);
+}
+
+// Which rows each expert has, and which experts have most.
+void route(const LegacyStep& step, cudaStream_t stream) {
+    const auto blocks = [](int64_t threads) {
+        return unsigned((threads + kRowThreads - 1) / kRowThreads);
+    };
+    const int64_t rows = step.tokens * step.top_k;
+    legacy_keys_kernel<<<blocks(rows), kRowThreads, 0, stream>>>(step);
+    legacy_order_kernel<<<unsigned(step.slots), kOrderThreads, 0, stream>>>(step);
+    legacy_rank_kernel<<<blocks(step.slots), kRowThreads, 0, stream>>>(step);
 }
 
 template <int kFloat, int kEach, int kStage>
@@ -69,7 +90,10 @@ const char* check(const LegacyCall& call) {
         !call.ids.holds(rows * (call.ids_are_64 ? 8 : 4)) ||
         !call.weights.holds(rows * bytes_of(call.weight_dtype)) ||
         !call.expert_map.holds(call.experts * 4) || !call.keys.holds(rows * 4) ||
-        !call.source.holds(rows * 4) || !call.results.holds(rows * call.hidden * one))
+        !call.source.holds(rows * 4) || !call.order.holds(rows * 4) ||
+        !call.starts.holds(call.slots * 4) || !call.counts.holds(call.slots * 4) ||
+        !call.ranked.holds(call.slots * 8) || !call.ranked_counts.holds(call.slots * 4) ||
+        !call.results.holds(rows * call.hidden * one))
         return "an input or the output is smaller than its shape";
     return nullptr;
 }
@@ -78,9 +102,8 @@ const char* check(LegacyStage stage, const LegacyCall& call, const LegacyPlaces&
     if (of.count < 1 || of.count > kMostBlocksAcross || of.first < 0 || of.places < 1 ||
         of.first + of.places > int64_t(INT32_MAX))
         return "the sizes of the chunk are out of range";
-    if (!call.order.holds(call.tokens * call.top_k * 8) || !call.starts.holds(call.slots * 4) ||
-        !of.ranked.holds(of.count * 8) || !of.counts.holds(of.count * 4))
-        return "the rows by expert are smaller than the step";
+    if (!of.ranked.holds(of.count * 8) || !of.counts.holds(of.count * 4))
+        return "the experts of the chunk are fewer than it says";
     const int64_t places = of.count * of.places, one = bytes_of(call.dtype);
     const int64_t columns = stage == kInner ? 2 * call.width : call.hidden;
     if (stage == kGather) {
@@ -105,8 +128,11 @@ LegacyStep step_of(const LegacyCall& call) {
     step.expert_map = static_cast<const int32_t*>(call.expert_map.at);
     step.keys = static_cast<int32_t*>(call.keys.at);
     step.source = static_cast<int32_t*>(call.source.at);
-    step.order = static_cast<const int64_t*>(call.order.at);
-    step.starts = static_cast<const int32_t*>(call.starts.at);
+    step.order = static_cast<int32_t*>(call.order.at);
+    step.starts = static_cast<int32_t*>(call.starts.at);
+    step.counts = static_cast<int32_t*>(call.counts.at);
+    step.ranked = static_cast<int64_t*>(call.ranked.at);
+    step.ranked_counts = static_cast<int32_t*>(call.ranked_counts.at);
     step.results = call.results.at;
     step.tokens = call.tokens;
     step.top_k = int32_t(call.top_k);
@@ -151,9 +177,8 @@ const char* legacy(LegacyStage stage, const LegacyCall& call, const LegacyPlaces
     if (of_a_chunk) wrong = check(stage, call, places);
     if (wrong != nullptr) return wrong;
     const LegacyStep step = step_of(call);
-    if (stage == kKeys) {
-        const int64_t blocks = (call.tokens * call.top_k + kKeyThreads - 1) / kKeyThreads;
-        legacy_keys_kernel<<<unsigned(blocks), kKeyThreads, 0, stream>>>(step);
+    if (stage == kRoute) {
+        route(step, stream);
     } else {
         const LegacyChunk chunk = of_a_chunk ? chunk_of(stage, places) : LegacyChunk{};
         const bool four = by_fours(call, of_a_chunk ? places : LegacyPlaces{});

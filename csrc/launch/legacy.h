@@ -1,4 +1,4 @@
-// `legacy` from plain numbers: one call is one launch, checked first. loader/cuda_legacy_calls.py
+// `legacy` from plain numbers, checked before a launch. loader/cuda_legacy_calls.py
 // mirrors the structs.
 #pragma once
 #include <cuda_runtime.h>
@@ -15,11 +15,12 @@ struct Span {
     bool holds(int64_t needed) const { return bytes >= needed && (at != nullptr || needed == 0); }
 };
 
-enum LegacyStage : int { kKeys = 0, kGather = 1, kInner = 2, kResults = 3, kSumOfRows = 4 };
+enum LegacyStage : int { kRoute = 0, kGather = 1, kInner = 2, kResults = 3, kSumOfRows = 4 };
 
 struct LegacyCall {
     int64_t tokens, top_k, experts, slots, hidden, width, dtype, weight_dtype, ids_are_64;
-    Span x, out, ids, weights, expert_map, keys, source, order, starts, results;
+    Span x, out, ids, weights, expert_map, keys, source, order, starts, counts, ranked,
+        ranked_counts, results;
 };
 
 struct LegacyPlaces {

@@ -21,7 +21,7 @@ int told(const char* wrong, cudaError_t status, qpn::Error* error) {
 QPN_API int qpn_cuda_legacy(int stage, const qpn::LegacyCall* call, const qpn::LegacyPlaces* places,
                             void* stream, qpn::Error* error) {
     cudaError_t status = cudaSuccess;
-    if (stage < qpn::kKeys || stage > qpn::kSumOfRows)
+    if (stage < qpn::kRoute || stage > qpn::kSumOfRows)
         return told("there is no such stage", status, error);
     const qpn::LegacyPlaces none{};
     const char* wrong =
