@@ -195,6 +195,21 @@ def test_unquantized_experts(tmp_path: Path, plain_dtype: str) -> None:
         assert layer.error(step(tokens, dtype)) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(HIDDEN, 18), (HIDDEN, 5)])
+def test_unquantized_experts_of_odd_sizes(hidden: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+
+    def plain(k: int, n: int, projections: int) -> tuple[BankSpec, torch.Tensor]:
+        spec = BankSpec("plain", "plain", EXPERTS, k, n, 1, 0, projections, torch.bfloat16)
+        weight = torch.randn((EXPERTS, n, k), generator=generator) / k**0.5
+        return spec, weight.bfloat16()
+
+    (w13, first), (w2, second) = plain(hidden, 2 * width, 2), plain(width, hidden, 1)
+    layer = Bare(LayerSpec(w13, w2), [first, second])
+    for dtype in (torch.float16, torch.bfloat16):
+        assert layer.error(step(9, dtype)) <= TOLERANCE[dtype]
+
+
 def test_weights_of_experts_that_are_not_asked_for_may_be_nan() -> None:
     layer = layer_of(32, 0, torch.float16, 0.6)
     x, ids, router = step(30, torch.bfloat16)
