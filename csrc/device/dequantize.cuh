@@ -21,10 +21,6 @@ struct Dequantize {
 };
 
 constexpr int kDequantizeWarps = 4;
-#ifndef QPN_RUN
-#define QPN_RUN 4
-#endif
-constexpr int kRun = QPN_RUN;
 
 // How a code becomes a weight. A fused weight is an fp16 number: bf16 takes it as two parts.
 enum Making : int { kExact = 0, kFused = 1, kFloat4 = 2 };
@@ -307,12 +303,8 @@ QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
     const int64_t origin = blockIdx.y * part_size * dequantized_parts(kMaking, kOut) +
                            int64_t(column - first_column) * bank.k;
     const uint4* words = reinterpret_cast<const uint4*>(bank.words + bank.tile_at(slot, tile));
-    // Runs of neighbouring rows: metadata lasts for a group, and a block writes whole pieces of
-    // rows.
-    int32_t turn = 0, block = shared ? warp * kRun : 0, group = -1;
-    const auto block_at = [&](int32_t at) {
-        return shared ? (at / kRun * kDequantizeWarps + warp) * kRun + at % kRun : at;
-    };
+    // Warps take neighbouring blocks of rows, so that lines are filled while they are in the cache.
+    int32_t block = shared ? warp : 0, group = -1;
     const auto group_at = [&](int32_t at) { return bank.group_of(at * 2 + lane / 16); };
     // Words and metadata of the next block are under way while one is worked on.
     int32_t next_group = group_at(block);
@@ -329,7 +321,7 @@ QPN_DEVICE void dequantize_tiles(const Dequantize& call) {
             for (int c = 0; c < 4; ++c)
                 of[c] = ready<kOut, kMaking>(four.scale[c], four.zero[c], exponent[c]);
         }
-        block = block_at(++turn);
+        block += call.sharing;
         if (block < bank.blocks) {
             next = load_once(words + block * 32 + lane);
             next_group = group_at(block);

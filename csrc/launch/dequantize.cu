@@ -6,7 +6,7 @@ namespace qpn {
 namespace {
 
 constexpr int64_t kMostExperts = 65535;                  // blocks across a grid
-constexpr int64_t kSharedBlocks = kRun * kDequantizeWarps;  // blocks of rows that warps share out
+constexpr int64_t kSharedBlocks = 4 * kDequantizeWarps;  // least that warps share out
 
 template <int kOut, int kMaking>
 __global__ void __launch_bounds__(kDequantizeWarps * 32)
