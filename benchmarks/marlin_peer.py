@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,12 @@ def _packed(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 class _MarlinBank:
-    def __init__(self, numbers: Callable[[int], Numbers], experts: int) -> None:
+    def __init__(self, numbers: Sequence[Numbers]) -> None:
         order = order_of_codes().to(CARD)
         columns = torch.tensor([i + 8 * j for i in range(8) for j in range(8)], device=CARD)
         nibbles = torch.tensor(_NIBBLES, device=CARD)
         words, scales, zeros = [], [], []
-        for expert in range(experts):
-            own = numbers(expert)
+        for own in numbers:
             k, n = own.codes.shape
             if k % _TILE or n % 64:
                 raise Absent(f"Marlin takes no matrix of {k} x {n}")
@@ -88,11 +87,8 @@ class _MarlinLayer:
     def __init__(self, product: Any, layer: Layer) -> None:
         self._product = product
         self._geometry = layer.geometry
-        experts = layer.geometry.experts
-        self._banks = [
-            _MarlinBank(lambda expert, i=i: layer.numbers(expert)[i], experts)  # type: ignore[misc]
-            for i in (0, 1)
-        ]
+        numbers = zip(*map(layer.numbers, range(layer.geometry.experts)), strict=True)
+        self._banks = [_MarlinBank(bank) for bank in numbers]
         processors = torch.cuda.get_device_properties(CARD).multi_processor_count
         self._locks = torch.zeros(4 * processors, dtype=torch.int32, device=CARD)
 

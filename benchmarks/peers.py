@@ -34,13 +34,15 @@ class Rows:
 
 def rows_by_expert(ids: torch.Tensor, experts: int, block: int) -> Rows:
     """Made on the host, outside of what is timed."""
-    flat = ids.flatten().cpu()
+    flat = ids.flatten().tolist()
+    own: dict[int, list[int]] = {expert: [] for expert in range(experts)}
+    for row, expert in enumerate(flat):
+        own[expert].append(row)
     rows: list[int] = []
     owners: list[int] = []
-    for expert in range(experts):
-        own = (flat == expert).nonzero().flatten().tolist()
-        blocks = -(-len(own) // block)
-        rows += own + [flat.numel()] * (blocks * block - len(own))
+    for expert, found in own.items():
+        blocks = -(-len(found) // block)
+        rows += found + [len(flat)] * (blocks * block - len(found))
         owners += [expert] * blocks
 
     def on_card(values: Sequence[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,10 +69,9 @@ def _alone(path: Path) -> ModuleType:
 class _TritonBank:
     """``words`` (E, N, K / 2) uint8, ``scales`` (E, N, G), ``zeros`` (E, N / 2, G) uint8."""
 
-    def __init__(self, numbers: Callable[[int], Numbers], experts: int) -> None:
+    def __init__(self, numbers: Sequence[Numbers]) -> None:
         words, scales, zeros = [], [], []
-        for expert in range(experts):
-            own = numbers(expert)
+        for own in numbers:
             words.append((own.codes[0::2] | own.codes[1::2] << 4).t().contiguous())
             scales.append(own.scales.t().contiguous())
             zeros.append((own.zeros[:, 0::2] | own.zeros[:, 1::2] << 4).t().contiguous())
@@ -82,10 +81,8 @@ class _TritonBank:
 class _TritonLayer:
     def __init__(self, module: Any, layer: Layer) -> None:
         self._module, self._geometry = module, layer.geometry
-        self._banks = [
-            _TritonBank(lambda expert, i=i: layer.numbers(expert)[i], layer.geometry.experts)  # type: ignore[misc]
-            for i in (0, 1)
-        ]
+        numbers = zip(*map(layer.numbers, range(layer.geometry.experts)), strict=True)
+        self._banks = [_TritonBank(bank) for bank in numbers]
 
     def rows(self, ids: torch.Tensor) -> Rows:
         tokens = ids.shape[0]

@@ -39,7 +39,7 @@ def test_marlin_words_hold_every_code_where_a_lane_reads_it(
     numbers = sys.modules["decode_layer"].Numbers(
         codes, torch.rand(2, n).half(), torch.randint(0, 16, (2, n), dtype=torch.uint8)
     )
-    bank = marlin._MarlinBank(lambda expert: numbers, 1)
+    bank = marlin._MarlinBank([numbers])
     assert bank.words.shape == (1, k // 16, n * 2)
     order = marlin.order_of_codes()
     assert sorted(order.tolist()) == list(range(1024))
@@ -57,7 +57,7 @@ def test_an_odd_matrix_is_absent_with_its_size(monkeypatch: pytest.MonkeyPatch) 
         torch.zeros((32, 40), dtype=torch.uint8), torch.ones(1, 40), torch.zeros(1, 40)
     )
     with pytest.raises(sys.modules["peers"].Absent, match="32 x 40"):
-        marlin._MarlinBank(lambda expert: numbers, 1)
+        marlin._MarlinBank([numbers])
 
 
 @pytest.mark.parametrize(("module", "peer"), [("marlin_peer", "Marlin"), ("triton_peer", "Triton")])
