@@ -5,7 +5,7 @@
 namespace qpn {
 namespace {
 
-constexpr int kThreads = 128, kRowThreads = 256, kOrderThreads = 1024;
+constexpr int kThreads = 128, kRowThreads = 256, kOrderThreads = 512;
 constexpr int64_t kMostBlocksAcross = 65535;
 
 __global__ void __launch_bounds__(kRowThreads)
