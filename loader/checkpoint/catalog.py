@@ -22,7 +22,7 @@ from loader.checkpoint.family import (
     looks_like_expert,
 )
 from loader.checkpoint.header import DTYPES, Header
-from loader.checkpoint.index import Index, owned_mask
+from loader.checkpoint.index import Index
 from loader.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
@@ -125,11 +125,6 @@ def build_catalog(
     for number, header in enumerate(headers):
         ids = [shapes.setdefault(shape, len(shapes)) for shape in header.shapes]
         local = np.asarray(ids, np.int64)
-        owned = (
-            np.ones(len(header.names), bool)
-            if index.weight_map is None
-            else owned_mask(header, index.weight_map)
-        )
         names += header.names
         columns.append(
             (
@@ -138,12 +133,15 @@ def build_catalog(
                 local[header.shape_ids] if len(ids) else np.zeros(0, np.int64),
                 header.begins,
                 header.ends,
-                owned,
             )
         )
-    file, dtype, shape_id, begin, end, owned = (
+    file, dtype, shape_id, begin, end = (
         np.concatenate(part) for part in zip(*columns, strict=True)
     )
+    # Each tensor of the index is in its file, so that equal counts leave none that it does not name.
+    weight_map = index.weight_map
+    all_owned = weight_map is None or len(weight_map) == len(names)
+    owned = np.ones(len(names), bool) if all_owned else weight_map.owned(headers)
     parser = NameParser(families)
     parsed = _parse(names, parser, owned)
     prefix = _choose_prefix(parsed)
