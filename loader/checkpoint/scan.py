@@ -25,6 +25,9 @@ _LEAST_MAPPING_BYTES = 5
 _MOST_DIMENSIONS = 1 << 16
 """Of all distinct shapes of one file; a checkpoint has a few of them."""
 
+NO_EXPERT, ALONE = -1, -2
+"""Kinds of names that have no ``.experts.``, and that must be looked at one by one."""
+
 
 class _HeaderTable(ctypes.Structure):
     """``qpn::HeaderTable`` of csrc/host/header.h."""
@@ -193,8 +196,8 @@ def scan_kinds(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], list[int]] | None:
     """For each name its kind and the number behind ``.experts.``; the first name of each kind.
 
-    Names of one kind differ in that number alone. Kind -1: no such component; -2: one that is no
-    plain number, or not the only one. See above.
+    Names of one kind differ in that number alone. ``NO_EXPERT``: no such component; ``ALONE``: no
+    plain number behind it, or more such components. See above.
     """
     if LIBRARY is None:
         return None
