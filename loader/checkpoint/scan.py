@@ -165,7 +165,7 @@ def scan_index(json_bytes: bytes) -> IndexColumns | None:
 
 
 def _joined(names: Sequence[str]) -> bytes:
-    return "".join([f"{name}\n" for name in names]).encode()
+    return ("\n".join(names) + "\n" * bool(names)).encode()
 
 
 def scan_owned(
