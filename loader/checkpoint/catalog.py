@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +78,11 @@ class Catalog:
 
     def expert_layers(self) -> list[int]:
         """Layers that hold routed experts, ascending."""
-        return [int(layer) for layer in np.unique(self.layer[self.layer >= 0])]
+        return list(self._expert_layers)
+
+    @cached_property
+    def _expert_layers(self) -> tuple[int, ...]:
+        return tuple(np.unique(self.layer[self.layer >= 0]).tolist())
 
     def other_layers(self) -> list[int]:
         """Layers of the model without routed experts, ascending."""
