@@ -66,10 +66,10 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The pieces of layers that are alike, in the order of their tables: what they differ in is left.
+    """What the pieces of layers that are alike have in common, in the order of their tables.
 
-    ``tensor`` counts the tables' rows from the first table's first, ``begin`` from the tensor's first
-    byte; ``file`` is 0.
+    ``tensor`` counts the rows of the tables, one table behind the other, ``begin`` the bytes of a
+    tensor; ``file`` is 0.
     """
 
     pieces: Pieces

@@ -21,7 +21,8 @@ LONG_FUNCTIONS: dict[str, str] = {}
 LAYERS = (
     "errors policy shard table library",
     "checkpoint",
-    "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan checkpoint.family",
+    "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan",
+    "checkpoint.family",
     "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.source",
     "checkpoint.json_file checkpoint.weight_map checkpoint.index",
     "checkpoint.hub_client checkpoint.hub",

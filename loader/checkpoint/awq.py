@@ -29,7 +29,7 @@ class AwqDialect:
     @cached_property
     def _numbered(self) -> Numbered:
         # Either reading finds the entry, without dots at its ends, in the name.
-        return Numbered.of(loosen(f"*{entry.strip('.')}*") for entry in self.ignore)
+        return Numbered.of(loosen(entry.strip("."), whole=False) for entry in self.ignore)
 
     def scheme(self, module: str) -> Scheme | Unhandled:
         """The one scheme of the checkpoint."""

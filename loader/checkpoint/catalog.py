@@ -143,10 +143,10 @@ def build_catalog(
     file, dtype, shape_id, begin, end = (
         np.concatenate(part) for part in zip(*columns, strict=True)
     )
-    # Each tensor of the index is in its file, so that equal counts leave none that it does not name.
-    weight_map = index.weight_map
-    all_owned = weight_map is None or len(weight_map) == len(names)
-    owned = np.ones(len(names), bool) if all_owned else weight_map.owned(headers)
+    # Each tensor of the index is in its file: equal counts leave none that it does not name.
+    owned = np.ones(len(names), bool)
+    if index.weight_map is not None and len(index.weight_map) != len(names):
+        owned = index.weight_map.owned(headers)
     parser = NameParser(families)
     parsed = _parse(names, parser, owned)
     prefix = _choose_prefix(parsed)

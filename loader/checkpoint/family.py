@@ -68,12 +68,26 @@ class Family:
         names = "|".join(re.escape(name) for name in self.projections.values())
         return text.replace(re.escape("{projection}"), f"({names})")
 
+    @property
+    def counts_behind_experts(self) -> bool:
+        """Whether a number behind the one ``.experts.`` of a name is its expert's, or it has none.
+
+        Then names that differ in that number alone have the same parse but for it, and a name
+        without that component has none.
+        """
+        behind = self.pattern.partition(_EXPERTS)[2]
+        if behind.startswith("{expert}."):
+            return _EXPERTS not in f".{behind}."
+        fused = behind.startswith("{projection}") and "{expert}" not in self.pattern
+        return fused and not any(word[:1].isdigit() for word in self.projections.values())
+
     def module(self, layer: int, expert: int, projection: str) -> str:
         """The module name below the prefix; ``expert`` is unused where experts are fused."""
         text = self.pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
         return text.replace("{projection}", self.projections[projection])
 
 
+_EXPERTS = ".experts."
 _HF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _FUSED = {"gate_up": "gate_up_proj", "down": "down_proj"}
@@ -101,27 +115,13 @@ class ExpertName(NamedTuple):
     part: str
 
 
-_EXPERTS = ".experts."
-
-
-def _is_plain(family: Family) -> bool:
-    """Whether a name behind whose one ``.experts.`` stands a number has that expert or none.
-
-    Then names that differ in the number alone have the same parse but for it, and a name without
-    that component has none.
-    """
-    behind = family.pattern.partition(_EXPERTS)[2]
-    if behind.startswith("{expert}."):
-        return _EXPERTS not in f".{behind}."
-    fused = behind.startswith("{projection}") and "{expert}" not in family.pattern
-    return fused and not any(word[:1].isdigit() for word in family.projections.values())
-
-
 def split_kinds(names: Sequence[str]) -> tuple[npt.NDArray[np.int32], Ints, list[int]]:
     """The same as :func:`scan_kinds`, in Python."""
     numbers = {"": -1}
     known: dict[tuple[str, str], int] = {}
-    kinds, experts, firsts = [], [], []
+    kinds: list[int] = []
+    experts: list[int] = []
+    firsts: list[int] = []
     for row, name in enumerate(names):
         head, found, tail = name.partition(_EXPERTS)
         number, dot, rest = tail.partition(".")
@@ -151,7 +151,7 @@ class NameParser:
             for family in self.families
         ]
         self._fused = ["{expert}" not in family.pattern for family in self.families]
-        self._plain = all(map(_is_plain, self.families))
+        self._plain = all(family.counts_behind_experts for family in self.families)
         #: A substring of every expert name, to skip the other names cheaply.
         self.keyword = "experts" if all("experts" in f.pattern for f in self.families) else ""
         patterns = (f"(?:{family.regex()})" for family in self.families)
@@ -205,9 +205,7 @@ class NameParser:
         self, names: Sequence[str], rows: Sequence[int]
     ) -> tuple[list[ExpertName], Ints, Ints]:
         """Some of the names one by one, each of a kind of its own."""
-        found = [
-            self.parse(name) if self.keyword in (name := names[row]) else None for row in rows
-        ]
+        found = [self.parse(name) if self.keyword in (name := names[row]) else None for row in rows]
         kinds = [one for one in found if one is not None]
         is_expert = np.fromiter((one is not None for one in found), bool, len(found))
         ids = np.where(is_expert, np.cumsum(is_expert) - 1, -1)

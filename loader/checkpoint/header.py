@@ -15,8 +15,8 @@ It is stricter than safetensors on purpose in these points, each of which safete
   and ``{"U8": null}`` as well).
 
 A header is kept as columns, because planning time per tensor is part of every load. Native code
-(scan.py) reads what tools plainly write; :func:`read_table` is the reference, and speaks where native
-code does not take a header.
+(scan.py) reads what tools plainly write; :func:`read_table` is the reference, and speaks where
+native code does not take a header.
 """
 
 from __future__ import annotations

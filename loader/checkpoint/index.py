@@ -25,6 +25,7 @@ from loader.checkpoint.source import (
     file_size,
     read_bytes,
 )
+from loader.checkpoint.weight_map import INDEX_FILE, PICKLE_SUFFIXES, WeightMap, read_weight_map
 from loader.checkpoint.wording import (
     SNIFF_BYTES,
     place_of,
@@ -33,7 +34,6 @@ from loader.checkpoint.wording import (
     shown_ranges,
     tensor_error,
 )
-from loader.checkpoint.weight_map import INDEX_FILE, PICKLE_SUFFIXES, WeightMap, read_weight_map
 from loader.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -156,7 +156,9 @@ def read_headers(source: Source, index: Index) -> list[Header]:
     """The headers of the index's files, in its order, and nothing else of them.
 
     The headers agree with the index; without one, no name occurs in two files. A tensor that the
-    index gives to another file stays in its header: see ``WeightMap.owned``. Raises CheckpointError.
+    index gives to another file stays in its header: see ``WeightMap.owned``.
+
+    Raises CheckpointError.
     """
     found = list(_parsed(source, index.files))
     headers = [one for one in found if isinstance(one, Header)]

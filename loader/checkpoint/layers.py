@@ -173,9 +173,12 @@ class LayerResolver:
         heads = rows[codes == codes[0]]
         at = np.unique(projections[codes == codes[0]], return_index=True)[1]
         few = [catalog.module(row) for row in heads[at].tolist()]
+        family = catalog.families[int(catalog.family[rows[0]])]
         try:
-            one_for_all = not any(dialect.tells_apart(module) for module in few) and all(
-                plain in dialect.excluded(module) for module in few
+            one_for_all = (
+                family.counts_behind_experts
+                and not any(dialect.tells_apart(module) for module in few)
+                and all(plain in dialect.excluded(module) for module in few)
             )
         except LoaderError:
             one_for_all = False

@@ -100,12 +100,18 @@ class _HeaderScan:
             "dims": np.empty(min(json_bytes // 2 + 1, _MOST_DIMENSIONS), np.uint64),
             "ranks": np.empty(most, np.int32),
         }
-        self._sizes = (len(data), file_bytes, most, json_bytes + 1, len(self._arrays["dims"]))
+        self._sizes = {
+            "bytes": len(data),
+            "file_bytes": file_bytes,
+            "most_tensors": most,
+            "most_names": json_bytes + 1,
+            "most_dims": len(self._arrays["dims"]),
+        }
 
     def fill(self, table: _HeaderTable) -> None:
         """Say to native code where the arrays are."""
         table.data = self._data.ctypes.data
-        for (name, _), size in zip(_HeaderTable._fields_[1:6], self._sizes, strict=True):
+        for name, size in self._sizes.items():
             setattr(table, name, size)
         for name, array in self._arrays.items():
             setattr(table, name, array.ctypes.data)

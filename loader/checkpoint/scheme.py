@@ -129,9 +129,9 @@ class Dialect(Protocol):
         ...
 
     def tells_apart(self, module: str) -> bool:
-        """Whether modules that differ from this one in numbers alone may be told apart.
+        """Whether modules that differ from this one in the expert's number may be told apart.
 
-        False: each of them has the same scheme, and is excluded alike.
+        False: all of them have one scheme, and are excluded alike.
         """
         ...
 

@@ -195,14 +195,10 @@ def test_more_dimensions_than_there_is_room_for() -> None:
 
 
 def test_many_headers_at_once_keep_their_order() -> None:
-    texts = [
-        "{" + entry(f"n{i}", "U8", f"[{i}]", 0, i) + ("}" if i % 3 else "") for i in range(40)
-    ]
+    texts = ["{" + entry(f"n{i}", "U8", f"[{i}]", 0, i) + ("}" if i % 3 else "") for i in range(40)]
     headers = [with_prefix(text.encode()) for text in texts]
     found = scan_headers([(data, len(data) + i) for i, data in enumerate(headers)])
-    assert [one and one.names for one in found] == [
-        [f"n{i}"] if i % 3 else None for i in range(40)
-    ]
+    assert [one and one.names for one in found] == [[f"n{i}"] if i % 3 else None for i in range(40)]
 
 
 # --- names that collide ----------------------------------------------------------------------
