@@ -54,7 +54,7 @@ class Json {
 // Counts keys; each() is false for one that occurred before, and where too many collide.
 class Unique {
    public:
-    explicit Unique(int64_t expected = 16) : known_(expected) {}
+    explicit Unique(int64_t expected = 16) : known_(expected) { keys_.reserve(static_cast<size_t>(expected)); }
     bool each(Text key) {
         const int64_t count = static_cast<int64_t>(keys_.size());
         const auto same = [&](int64_t n) { return keys_[static_cast<size_t>(n)] == key; };

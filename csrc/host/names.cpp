@@ -86,7 +86,8 @@ namespace {
 
 class IndexReader {
    public:
-    explicit IndexReader(IndexTable& table) : table_(table), json_(table.json, table.bytes) {}
+    explicit IndexReader(IndexTable& table)
+        : table_(table), json_(table.json, table.bytes), names_(table.bytes / kUsualMappingBytes) {}
 
     bool read() {
         Unique keys;
@@ -127,6 +128,8 @@ class IndexReader {
         place[written++] = '\n';
         return true;
     }
+
+    static constexpr int64_t kUsualMappingBytes = 80;
 
     IndexTable& table_;
     Json json_;

@@ -86,10 +86,14 @@ class Catalog:
 
     def other_layers(self) -> list[int]:
         """Layers of the model without routed experts, ascending."""
+        return list(self._other_layers)
+
+    @cached_property
+    def _other_layers(self) -> tuple[int, ...]:
         stems = {family.pattern.partition("{layer}")[0] for family in self._families_used()}
         any_stem = "|".join(map(re.escape, stems))
         found = self._find_layers(rf"(?:{any_stem})(?P<layer>{NUMBER})(?![0-9]).*")
-        return sorted(found.keys() - set(self.expert_layers()))
+        return tuple(sorted(found.keys() - set(self.expert_layers())))
 
     def routers(self) -> dict[int, str]:
         """Name of a router's tensor by layer, for layers without experts that any family knows."""
