@@ -60,8 +60,8 @@ class WeightMap(Mapping[str, str]):
         owned = scan_owned(self._columns, list(chain(*(h.names for h in headers))), file_ids)
         if owned is not None:
             return owned
-        same = ((self._file_of.get(name) == h.file for name in h.names) for h in headers)
-        return np.fromiter(chain(*same), np.bool_, sum(counts))
+        found = [self._file_of.get(name) == h.file for h in headers for name in h.names]
+        return np.asarray(found, np.bool_)
 
 
 def read_weight_map(source: Source) -> WeightMap:
