@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,25 @@ def test_layers_that_are_alike_are_cut_once(dialect: str, fused: bool, tmp_path:
         assert minimum_staging(layer.cut, 3) == minimum_staging(pieces, 3)
         rows = {(p["file"], p["begin"]): p["rows"] * p["row_bytes"] for p in pieces}
         assert layer.source_bytes == sum(map(int, rows.values()))
+
+
+def test_a_cut_is_shared_by_layers_that_are_alike_alone(tmp_path: Path) -> None:
+    plan = plan_of(small(tmp_path, dialect="awq-gemm"))
+    layer, catalog = plan.layers[0], plan.checkpoint.catalog
+    source, spec = layer.source, layer.spec
+    others = [
+        (source, layer.part, replace(spec, awq_rounding="fused_bias")),
+        (replace(source, tables=source.tables[1:]), layer.part, spec),
+        (replace(source, zeros_must_be_eight=not source.zeros_must_be_eight), layer.part, spec),
+        (source, replace(layer.part, expert_ids=layer.part.expert_ids[1:]), spec),
+    ]
+    for other in others:
+        both = Places(catalog.file, catalog.begin)
+        build_pieces(source, both, layer.part, spec)
+        own, part, banks = other
+        found = build_pieces(own, both, part, banks)
+        alone = build_pieces(own, Places(catalog.file, catalog.begin), part, banks)
+        assert np.array_equal(found, alone)
 
 
 def test_descriptors_have_their_documented_columns(tmp_path: Path) -> None:

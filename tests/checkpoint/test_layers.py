@@ -203,6 +203,23 @@ def test_a_layer_of_another_dtype_is_not_like_the_others(tmp_path: Path) -> None
     assert resolver.resolve(2).layer == 2
 
 
+def test_a_layer_of_another_scheme_is_not_like_the_others(tmp_path: Path) -> None:
+    """Tensors alike, but the second layer's group promises zero points that are not there."""
+    tiny(tmp_path, "ct-int4")
+
+    def divide(content: dict[str, Any]) -> None:
+        groups = content["quantization_config"]["config_groups"]
+        (own,) = groups.values()
+        other = {**own, "weights": {**own["weights"], "symmetric": False}}
+        groups["second"] = {**other, "targets": ["re:.*layers\\.1\\..*"]}
+
+    edit_json(tmp_path, "config.json", divide)
+    resolver = resolver_of(tmp_path)
+    assert resolver.resolve(0).zeros_must_be_eight
+    with pytest.raises(CheckpointError, match="expert tensors are missing"):
+        resolver.resolve(1)
+
+
 def test_an_expert_that_the_config_excludes_alone(tmp_path: Path) -> None:
     """An entry with an expert's number is held against every expert, in the layer that it names."""
     checkpoint = tiny(tmp_path, "awq-gemm", layers=3)

@@ -122,6 +122,12 @@ def test_what_configs_hold(make: Any, entries: list[str], layer: int, alike: boo
     assert assert_honest(make(entries), layer, "up_proj") == alike
 
 
+def test_a_module_above_is_selected_too() -> None:
+    dialect = modelopt(["model.layers.3.mlp.experts.5.block"])
+    names = [f"model.layers.{layer}.mlp.experts.7.block.up" for layer in (3, 4)]
+    assert [dialect.tells_apart(name) for name in names] == [True, False]
+
+
 def test_algorithms_by_module_are_looked_up_for_each() -> None:
     settings = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {module(): {}}}
     assert read_modelopt(settings, None).tells_apart(module())
