@@ -25,6 +25,9 @@ _LEAST_MAPPING_BYTES = 5
 _MOST_DIMENSIONS = 1 << 16
 """Of all distinct shapes of one file; a checkpoint has a few of them."""
 
+if LIBRARY is not None:
+    LIBRARY.qpn_kinds.restype = ctypes.c_int64
+
 NO_EXPERT, ALONE = -1, -2
 """Kinds of names that have no ``.experts.``, and that must be looked at one by one."""
 
@@ -210,9 +213,7 @@ def scan_kinds(
     texts, count = _joined(names), len(names)
     kinds, experts = np.empty(count, np.int32), np.empty(count, np.int64)
     firsts = np.empty(count, np.int64)
-    found = LIBRARY.qpn_kinds
-    found.restype = ctypes.c_int64
-    number = found(
+    number = LIBRARY.qpn_kinds(
         texts,
         ctypes.c_int64(len(texts)),
         ctypes.c_int64(count),
