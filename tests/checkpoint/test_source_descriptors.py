@@ -286,7 +286,7 @@ def test_a_file_written_during_the_read_is_refused(
 
 
 class Struck:
-    """A condition at whose numbered call, of entering and leaving its block, an interrupt strikes."""
+    """A condition at whose numbered call, entering or leaving its block, an interrupt strikes."""
 
     def __init__(self, inner: threading.Condition, strike: int) -> None:
         self._inner = inner
