@@ -7,10 +7,10 @@ from functools import cache
 import torch
 
 from loader.card import CardFacts, card_facts
-from loader.core import usable_cores
 from loader.cuda_core import CUDA_CORE, WHY_NO_CUDA_CORE, CudaCore, index_of
 from loader.cuda_routes import ROW_MULTIPLE, CudaRoutes
 from loader.implementation import Implementation
+from loader.library import usable_cores
 
 
 def card_implementation(

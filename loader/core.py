@@ -1,28 +1,19 @@
-"""Core: the native host library behind the operators, found beside the package.
-
-The library is plain C++ behind a C interface: it links no PyTorch and no Python, so that one build
-serves every PyTorch, and calls release the GIL. Where it was not built, ``CORE`` is None and the
-reference serves; ``WHY_NO_CORE`` says why, and a load logs it once.
-"""
+"""Core: the native host library behind the operators; ``CORE`` is None where it was not built."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Callable, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
 
 from loader.errors import CapacityError, CheckpointError
+from loader.library import LIBRARY, usable_cores
 from loader.reference.findings import FIELDS
 from loader.structs import FLOATS, Error, Linear, Moe
 
-_LIBRARY = "_core"
 _LAYER_NUMBERS = 21
-_INTERFACE = 2
-"""``qpn_interface`` of csrc/host/api.cpp: a library of other sources is not called."""
 _FINDINGS_EACH = 3
 """Most kinds of finding that one piece, or one expert of one bank, can have."""
 
@@ -60,11 +51,8 @@ class NativeLayer:
 class Core:
     """The loaded library. ``threads`` is how many cores a call may use; ``isa`` which code."""
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        found = _interface_of(self._library)
-        if found != _INTERFACE:
-            raise OSError(f"it has interface {found}, not {_INTERFACE}: build the package again")
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
         self._library.qpn_moe_scratch.restype = ctypes.c_int64
         self._library.qpn_linear_scratch.restype = ctypes.c_int64
         self._library.qpn_isa_name.restype = ctypes.c_char_p
@@ -320,31 +308,4 @@ def _require_done(code: int, error: Error) -> None:
         raise ValueError(error.what.decode())
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _interface_of(library: ctypes.CDLL) -> int:
-    try:
-        return int(library.qpn_interface())
-    except AttributeError:  # from before interfaces had numbers
-        return 0
-
-
-def find_core() -> tuple[Core | None, str]:
-    """The library from beside this file; or None, and why the reference serves instead."""
-    here = Path(__file__).parent
-    for suffix in (*EXTENSION_SUFFIXES, ".so"):
-        path = here / f"{_LIBRARY}{suffix}"
-        if path.exists():
-            try:
-                return Core(path), ""
-            except OSError as error:
-                return None, f"the native core cannot be used: {error}"
-    return None, f"the native core was not built: there is no {here / _LIBRARY}*"
-
-
-CORE, WHY_NO_CORE = find_core()
+CORE = None if LIBRARY is None else Core(LIBRARY)

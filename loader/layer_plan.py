@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 
 from loader.bank import BankSpec, LayerSpec, check_group
@@ -14,7 +13,7 @@ from loader.checkpoint.tables import LayerSource
 from loader.chunks import Chunk, build_chunks
 from loader.errors import LoaderError, UnsupportedError
 from loader.native import Implementation
-from loader.pieces import Pieces, Places, Slice, build_pieces, split_pieces
+from loader.pieces import Cut, Pieces, Places, Slice, build_pieces, split_pieces
 from loader.policy import ResolvedPolicy
 from loader.route import RouteRange, decide, fast_tokens
 from loader.shard import Shard
@@ -59,12 +58,14 @@ class LayerPlan:
         return build_chunks(split_pieces(self.pieces(), buffer_bytes), buffer_bytes)
 
     @cached_property
+    def cut(self) -> Cut:
+        """What the pieces of this layer have in common with those of layers that are alike."""
+        return self.places.cut(self.source, self.part, self.spec)
+
+    @property
     def source_bytes(self) -> int:
         """Bytes of source tensors that this card needs (whole rows), gaps not counted."""
-        pieces = self.pieces()
-        # Pieces of fused experts can share rows (gate and up columns): bytes count once.
-        rows = np.unique(np.stack((pieces["file"], pieces["begin"])), axis=1, return_index=True)[1]
-        return int((pieces["rows"][rows] * pieces["row_bytes"][rows]).sum())
+        return self.cut.source_bytes
 
     @cached_property
     def wide_metadata_bytes(self) -> int:

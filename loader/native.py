@@ -16,11 +16,12 @@ from functools import cache
 import torch
 
 from loader import card_serving
-from loader.core import CORE, WHY_NO_CORE
+from loader.core import CORE
 from loader.cuda_core import index_of
 from loader.errors import UnsupportedError
 from loader.host import HostRoutes
 from loader.implementation import Implementation as Implementation
+from loader.library import WHY_NO_LIBRARY
 from loader.reference import TEMPORARY_BYTES, convert, routes
 from loader.reference import linear as reference_linear
 from loader.reference.findings import FIELDS
@@ -151,7 +152,7 @@ def operators() -> dict[str, torch._ops.OpOverload]:
 def log_missing_core() -> None:
     """Say once for a process that, and why, the reference serves the host."""
     if CORE is None:
-        _LOG.warning("the reference serves the host: %s", WHY_NO_CORE)
+        _LOG.warning("the reference serves the host: %s", WHY_NO_LIBRARY)
 
 
 @contextmanager

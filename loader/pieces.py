@@ -6,7 +6,8 @@ piece is a run of whole source rows; columns to skip are read along and not used
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -64,22 +65,82 @@ class Slice:
 
 
 @dataclass(frozen=True, eq=False)
+class Cut:
+    """What the pieces of layers that are alike have in common, in the order of their tables.
+
+    ``tensor`` counts the rows of the tables, one table behind the other, ``begin`` the bytes of a
+    tensor; ``file`` is 0.
+    """
+
+    pieces: Pieces
+
+    def at(self, source: LayerSource, places: Places) -> Pieces:
+        """The pieces of one layer, in file order."""
+        rows = np.concatenate([table.rows for table in source.tables])[self.pieces["tensor"]]
+        file, begin = places.file[rows], places.begin[rows] + self.pieces["begin"]
+        order = np.argsort(_position(file, begin), kind="stable")
+        pieces: Pieces = self.pieces[order]
+        pieces["tensor"], pieces["file"], pieces["begin"] = rows[order], file[order], begin[order]
+        return pieces
+
+    @property
+    def nbytes(self) -> int:
+        """Of the table of pieces of one layer."""
+        return self.pieces.nbytes
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Bytes of whole rows that the pieces take, those that several of them take once."""
+        pieces = self.pieces
+        # Pieces of fused experts can share rows (gate and up columns).
+        places = np.stack((pieces["tensor"], pieces["begin"]))
+        rows = np.unique(places, axis=1, return_index=True)[1]
+        return int((pieces["rows"][rows] * pieces["row_bytes"][rows]).sum())
+
+    @cached_property
+    def smallest_bytes(self) -> int:
+        """Of the largest run of rows that must stay together."""
+        return _smallest_bytes(self.pieces)
+
+
+@dataclass(frozen=True, eq=False)
 class Places:
     """Where each source tensor lies, by the rows that tables name: file index and first byte."""
 
     file: Ints
     begin: Ints
+    _cuts: dict[object, Cut] = field(default_factory=dict, repr=False)
+
+    def cut(self, source: LayerSource, part: Slice, spec: LayerSpec) -> Cut:
+        """How a layer is cut for one card; made once for all layers that are alike."""
+        tables = tuple(
+            (t.projection, t.role, t.arrangement, t.element_bytes, t.shape, len(t.rows))
+            for t in source.tables
+        )
+        sizes = (source.hidden, source.intermediate, source.group13, source.group2)
+        key = (tables, sizes, source.fused, source.zeros_must_be_eight, part, spec)
+        known = self._cuts.get(key)
+        if known is None:
+            known = self._cuts[key] = _cut(source, part, spec)
+        return known
 
 
 def build_pieces(source: LayerSource, places: Places, part: Slice, spec: LayerSpec) -> Pieces:
     """Pieces of one layer for one card, in file order, not yet split to a chunk's size."""
-    built = [
-        _pieces_of(table, projection, source, places, part, spec)
-        for table in source.tables
-        for projection in _projections(table)
-    ]
-    pieces = np.concatenate(built)
-    return pieces[np.argsort(_position(pieces), kind="stable")]
+    return places.cut(source, part, spec).at(source, places)
+
+
+def _cut(source: LayerSource, part: Slice, spec: LayerSpec) -> Cut:
+    firsts = np.cumsum([0, *(len(table.rows) for table in source.tables)]).tolist()
+    return Cut(
+        np.concatenate(
+            [
+                _pieces_of(table, first, projection, source, part, spec)
+                for table, first in zip(source.tables, firsts[:-1], strict=True)
+                for projection in _projections(table)
+            ]
+        )
+    )
 
 
 def split_pieces(pieces: Pieces, limit: int) -> Pieces:
@@ -90,8 +151,7 @@ def split_pieces(pieces: Pieces, limit: int) -> Pieces:
     sizes = pieces["rows"] * pieces["row_bytes"]
     if not (sizes > limit).any():
         return pieces
-    smallest = int((np.minimum(pieces["row_quantum"], pieces["rows"]) * pieces["row_bytes"]).max())
-    if smallest > limit:
+    if _smallest_bytes(pieces) > limit:
         raise CapacityError(
             "staging_bytes is too small for the largest rows of this checkpoint",
             expected=f"at least {minimum_staging(pieces)} bytes",
@@ -108,18 +168,24 @@ def split_pieces(pieces: Pieces, limit: int) -> Pieces:
     result["rows"] = np.minimum(rows_each[parent], pieces["rows"][parent] - first)
     result["begin"] += first * result["row_bytes"]
     result["dest_row"] += first * result["row_features"]
-    return result[np.argsort(_position(result), kind="stable")]
+    order = np.argsort(_position(result["file"], result["begin"]), kind="stable")
+    return result[order]
 
 
-def minimum_staging(pieces: Pieces, buffers: int = 2) -> int:
+def minimum_staging(pieces: Pieces | Cut, buffers: int = 2) -> int:
     """Smallest staging budget, in bytes, that can hold every smallest run of rows."""
-    smallest = np.minimum(pieces["row_quantum"], pieces["rows"]) * pieces["row_bytes"]
-    return -(-int(smallest.max()) // BUFFER_QUANTUM) * BUFFER_QUANTUM * buffers
+    smallest = pieces.smallest_bytes if isinstance(pieces, Cut) else _smallest_bytes(pieces)
+    return -(-smallest // BUFFER_QUANTUM) * BUFFER_QUANTUM * buffers
 
 
-def _position(pieces: Pieces) -> Ints:
+def _smallest_bytes(pieces: Pieces) -> int:
+    rows = np.minimum(pieces["row_quantum"], pieces["rows"])
+    return int((rows * pieces["row_bytes"]).max())
+
+
+def _position(file: Ints, begin: Ints) -> Ints:
     """One sortable number for file and offset; files are far below 2**44 bytes."""
-    position: Ints = (pieces["file"] << 44) + pieces["begin"]
+    position: Ints = (file << 44) + begin
     return position
 
 
@@ -132,19 +198,17 @@ def _projections(table: Table) -> tuple[int, ...]:
 
 def _pieces_of(
     table: Table,
+    first: int,
     projection: int,
     source: LayerSource,
-    places: Places,
     part: Slice,
     spec: LayerSpec,
 ) -> Pieces:
     ids = np.asarray(part.expert_ids, np.int64)
     pieces = np.zeros(len(ids), PIECE)
     one_expert = int(np.prod(table.shape, dtype=np.int64)) * table.element_bytes
-    tensors = table.rows[np.zeros_like(ids)] if source.fused else table.rows[ids]
-    pieces["tensor"] = tensors
-    pieces["file"] = places.file[tensors]
-    pieces["begin"] = places.begin[tensors] + (ids * one_expert if source.fused else 0)
+    pieces["tensor"] = first + (0 if source.fused else ids)
+    pieces["begin"] = ids * one_expert if source.fused else 0
     pieces["role"] = table.role
     pieces["bank"] = int(projection == DOWN)
     pieces["projection"] = projection

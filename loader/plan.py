@@ -109,7 +109,7 @@ class Plan:
             return reads
         except CapacityError as error:
             parts = BUFFERS if self.implementation.card is None else PARTS
-            least = max(minimum_staging(layer.pieces(), parts) for layer in self.layers)
+            least = max(minimum_staging(layer.cut, parts) for layer in self.layers)
             found = f"{self.staging_limit} bytes"
             wanted = f"at least {least} bytes"
             raise CapacityError(error.what, expected=wanted, found=found) from None
@@ -125,7 +125,7 @@ class Plan:
         if not self.direct:
             return max((largest for largest, _ in self._reads.values()), default=0)
         # Gate and up are read together.
-        least = max((minimum_staging(layer.pieces(), 2) for layer in self.layers), default=0)
+        least = max((minimum_staging(layer.cut, 2) for layer in self.layers), default=0)
         share = self.staging_limit // self.implementation.threads
         return max(least, min(share, self.implementation.buffer_bytes)) // 64 * 64
 
@@ -152,7 +152,7 @@ class Plan:
         spare = self.implementation.temporary_bytes
         if self.ring is not None:  # the tables stay on the host
             return spare + max((card_cache_bytes(layer.spec) for layer in self.layers), default=0)
-        sizes = (cache_bytes(layer.spec) + 3 * layer.pieces().nbytes for layer in self.layers)
+        sizes = (cache_bytes(layer.spec) + 3 * layer.cut.nbytes for layer in self.layers)
         return spare + max(sizes, default=0)
 
     @property

@@ -19,10 +19,12 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 #: Data flows down this list, and so do imports: a module imports only from modules above it.
 LAYERS = (
-    "errors policy shard table",
+    "errors policy shard table library",
     "checkpoint",
-    "checkpoint.wording checkpoint.model checkpoint.scheme checkpoint.family",
-    "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.source checkpoint.index",
+    "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan",
+    "checkpoint.family",
+    "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.source",
+    "checkpoint.json_file checkpoint.weight_map checkpoint.index",
     "checkpoint.hub_client checkpoint.hub",
     "checkpoint.awq checkpoint.compressed checkpoint.modelopt",
     "checkpoint.catalog checkpoint.tables checkpoint.layers checkpoint.folder checkpoint.linears",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ import loader
 from loader.checkpoint.family import DOWN, GATE, UP
 from loader.checkpoint.scheme import Role
 from loader.errors import CapacityError
-from loader.pieces import PIECE, Pieces, descriptors_of, minimum_staging, split_pieces
+from loader.pieces import (
+    PIECE,
+    Pieces,
+    Places,
+    build_pieces,
+    descriptors_of,
+    minimum_staging,
+    split_pieces,
+)
 from loader.testing.checkpoint import TinyCheckpoint
 from loader.testing.container import model_files, read_header
 from loader.testing.dialect import DIALECTS
@@ -201,6 +210,44 @@ def test_the_budget_that_the_error_names_works(dialect: str, tmp_path: Path) -> 
     assert loader.plan(checkpoint.folder, staging_bytes=least).staging_bytes <= least
     with pytest.raises(CapacityError):
         loader.plan(checkpoint.folder, staging_bytes=least - 1)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["single", "fused"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_layers_that_are_alike_are_cut_once(dialect: str, fused: bool, tmp_path: Path) -> None:
+    """The pieces are those of each layer cut by itself; layers of other kinds share no cut."""
+    checkpoint = small(tmp_path, dialect=dialect, fused=fused, layers=4, excluded=(2,), shards=3)
+    plan = plan_of(checkpoint, tp_size=2, tp_rank=1)
+    catalog = plan.checkpoint.catalog
+    cuts = [layer.cut for layer in plan.layers]
+    assert [cut is cuts[0] for cut in cuts] == [True, True, False, True]
+    for layer in plan.layers:
+        own = Places(catalog.file, catalog.begin)
+        pieces = layer.pieces()
+        assert np.array_equal(pieces, build_pieces(layer.source, own, layer.part, layer.spec))
+        assert layer.cut.nbytes == pieces.nbytes
+        assert minimum_staging(layer.cut, 3) == minimum_staging(pieces, 3)
+        rows = {(p["file"], p["begin"]): p["rows"] * p["row_bytes"] for p in pieces}
+        assert layer.source_bytes == sum(map(int, rows.values()))
+
+
+def test_a_cut_is_shared_by_layers_that_are_alike_alone(tmp_path: Path) -> None:
+    plan = plan_of(small(tmp_path, dialect="awq-gemm"))
+    layer, catalog = plan.layers[0], plan.checkpoint.catalog
+    source, spec = layer.source, layer.spec
+    others = [
+        (source, layer.part, replace(spec, awq_rounding="fused_bias")),
+        (replace(source, tables=source.tables[1:]), layer.part, spec),
+        (replace(source, zeros_must_be_eight=not source.zeros_must_be_eight), layer.part, spec),
+        (source, replace(layer.part, expert_ids=layer.part.expert_ids[1:]), spec),
+    ]
+    for other in others:
+        both = Places(catalog.file, catalog.begin)
+        build_pieces(source, both, layer.part, spec)
+        own, part, banks = other
+        found = build_pieces(own, both, part, banks)
+        alone = build_pieces(own, Places(catalog.file, catalog.begin), part, banks)
+        assert np.array_equal(found, alone)
 
 
 def test_descriptors_have_their_documented_columns(tmp_path: Path) -> None:

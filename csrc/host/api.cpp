@@ -160,7 +160,7 @@ QPN_API void qpn_populate(uint8_t* memory, int64_t bytes, int threads) {
 }
 
 // Raised with every change of a call, of its structs or of what their numbers mean.
-QPN_API int qpn_interface(void) { return 2; }
+QPN_API int qpn_interface(void) { return 3; }
 
 namespace {
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from loader.checkpoint.model import CONFIG
 from loader.checkpoint.scheme import AWQ_PARTS, IntegerSettings, Scheme, Unhandled
+from loader.checkpoint.wildcard import Numbered, loosen
 from loader.errors import CheckpointError, UnsupportedError
 
 
@@ -23,6 +25,11 @@ class AwqDialect:
     everywhere: Scheme
     ignore: tuple[str, ...]
     name: str = "awq"
+
+    @cached_property
+    def _numbered(self) -> Numbered:
+        # Either reading finds the entry, without dots at its ends, in the name.
+        return Numbered.of(loosen(entry.strip("."), whole=False) for entry in self.ignore)
 
     def scheme(self, module: str) -> Scheme | Unhandled:
         """The one scheme of the checkpoint."""
@@ -36,6 +43,10 @@ class AwqDialect:
         dotted = f".{module}."
         components = any(f".{entry.strip('.')}." in dotted for entry in self.ignore)
         return frozenset((substring, components))
+
+    def tells_apart(self, module: str) -> bool:
+        """Where an entry with a number in it may be found in the name."""
+        return self._numbered.tell_apart(module)
 
 
 def read_awq(quantization: Mapping[str, Any]) -> AwqDialect:

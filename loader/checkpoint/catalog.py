@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from loader.checkpoint.family import (
     looks_like_expert,
 )
 from loader.checkpoint.header import DTYPES, Header
-from loader.checkpoint.index import Index, owned_mask
+from loader.checkpoint.index import Index
 from loader.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
@@ -77,14 +78,22 @@ class Catalog:
 
     def expert_layers(self) -> list[int]:
         """Layers that hold routed experts, ascending."""
-        return [int(layer) for layer in np.unique(self.layer[self.layer >= 0])]
+        return list(self._expert_layers)
+
+    @cached_property
+    def _expert_layers(self) -> tuple[int, ...]:
+        return tuple(np.unique(self.layer[self.layer >= 0]).tolist())
 
     def other_layers(self) -> list[int]:
         """Layers of the model without routed experts, ascending."""
+        return list(self._other_layers)
+
+    @cached_property
+    def _other_layers(self) -> tuple[int, ...]:
         stems = {family.pattern.partition("{layer}")[0] for family in self._families_used()}
         any_stem = "|".join(map(re.escape, stems))
         found = self._find_layers(rf"(?:{any_stem})(?P<layer>{NUMBER})(?![0-9]).*")
-        return sorted(found.keys() - set(self.expert_layers()))
+        return tuple(sorted(found.keys() - set(self.expert_layers())))
 
     def routers(self) -> dict[int, str]:
         """Name of a router's tensor by layer, for layers without experts that any family knows."""
@@ -125,11 +134,6 @@ def build_catalog(
     for number, header in enumerate(headers):
         ids = [shapes.setdefault(shape, len(shapes)) for shape in header.shapes]
         local = np.asarray(ids, np.int64)
-        owned = (
-            np.ones(len(header.names), bool)
-            if index.weight_map is None
-            else owned_mask(header, index.weight_map)
-        )
         names += header.names
         columns.append(
             (
@@ -138,12 +142,15 @@ def build_catalog(
                 local[header.shape_ids] if len(ids) else np.zeros(0, np.int64),
                 header.begins,
                 header.ends,
-                owned,
             )
         )
-    file, dtype, shape_id, begin, end, owned = (
+    file, dtype, shape_id, begin, end = (
         np.concatenate(part) for part in zip(*columns, strict=True)
     )
+    # Each tensor of the index is in its file: equal counts leave none that it does not name.
+    owned = np.ones(len(names), bool)
+    if index.weight_map is not None and len(index.weight_map) != len(names):
+        owned = index.weight_map.owned(headers)
     parser = NameParser(families)
     parsed = _parse(names, parser, owned)
     prefix = _choose_prefix(parsed)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from loader.checkpoint.model import CONFIG
@@ -20,6 +22,7 @@ from loader.checkpoint.scheme import (
     Scheme,
     Unhandled,
 )
+from loader.checkpoint.wildcard import Numbered, Wildcard, loosen, loosen_expression
 from loader.errors import CheckpointError, UnsupportedError
 
 _ANY_LINEAR = "Linear"
@@ -31,6 +34,7 @@ class Names:
 
     exact: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
+    loosened: tuple[Wildcard, ...]
 
     def match(self, module: str) -> bool:
         """As the tool matches: equal, or ``re.match`` of a pattern."""
@@ -59,6 +63,15 @@ class CompressedDialect:
         """Entries match exactly, or ``re:`` by ``re.match``: one reading."""
         return frozenset((self.ignore.match(module),))
 
+    @cached_property
+    def _numbered(self) -> Numbered:
+        lists = (self.ignore, *(targets for targets, _ in self.groups))
+        return Numbered.of(chain(*(names.loosened for names in lists)))
+
+    def tells_apart(self, module: str) -> bool:
+        """Where a name or an expression with a number in it may match."""
+        return self._numbered.tell_apart(module)
+
 
 def _names(key: str, entries: object) -> Names:
     if entries is not None and not isinstance(entries, list):
@@ -85,7 +98,10 @@ def _names(key: str, entries: object) -> Names:
     alone = [one for one in patterns if one.groups or "(?" in one.pattern]
     plain = [f"(?:{one.pattern})" for one in patterns if one not in alone]
     joined = (re.compile("|".join(plain)),) if plain else ()
-    return Names(frozenset(texts), (*joined, *alone))
+    loosened = [loosen_expression(one.pattern) for one in patterns] + [
+        loosen(text) for text in texts if not text.startswith("re:")
+    ]
+    return Names(frozenset(texts), (*joined, *alone), tuple(loosened))
 
 
 def read_compressed(quantization: Mapping[str, Any]) -> CompressedDialect:

@@ -12,10 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from loader.checkpoint.scan import ALONE, NO_EXPERT, scan_kinds
 from loader.errors import LoaderError
+
+Ints = npt.NDArray[np.int64]
 
 # No leading zeros: two spellings of one number would be two sources for one slot.
 NUMBER = "(?:0|[1-9][0-9]{0,8})"
+_NUMBER = re.compile(NUMBER)
 
 PROJECTIONS = ("gate", "up", "down", "gate_up")
 GATE, UP, DOWN, GATE_UP = range(4)
@@ -61,12 +68,26 @@ class Family:
         names = "|".join(re.escape(name) for name in self.projections.values())
         return text.replace(re.escape("{projection}"), f"({names})")
 
+    @property
+    def counts_behind_experts(self) -> bool:
+        """Whether a number behind the one ``.experts.`` of a name is its expert's, or it has none.
+
+        Then names that differ in that number alone have the same parse but for it, and a name
+        without that component has none.
+        """
+        behind = self.pattern.partition(_EXPERTS)[2]
+        if behind.startswith("{expert}."):
+            return _EXPERTS not in f".{behind}."
+        fused = behind.startswith("{projection}") and "{expert}" not in self.pattern
+        return fused and not any(word[:1].isdigit() for word in self.projections.values())
+
     def module(self, layer: int, expert: int, projection: str) -> str:
         """The module name below the prefix; ``expert`` is unused where experts are fused."""
         text = self.pattern.replace("{layer}", str(layer)).replace("{expert}", str(expert))
         return text.replace("{projection}", self.projections[projection])
 
 
+_EXPERTS = ".experts."
 _HF = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _FUSED = {"gate_up": "gate_up_proj", "down": "down_proj"}
@@ -94,7 +115,30 @@ class ExpertName(NamedTuple):
     part: str
 
 
-_EXPERTS = ".experts."
+def split_kinds(names: Sequence[str]) -> tuple[npt.NDArray[np.int32], Ints, list[int]]:
+    """The same as :func:`scan_kinds`, in Python."""
+    numbers = {"": -1}
+    known: dict[tuple[str, str], int] = {}
+    kinds: list[int] = []
+    experts: list[int] = []
+    firsts: list[int] = []
+    for row, name in enumerate(names):
+        head, found, tail = name.partition(_EXPERTS)
+        number, dot, rest = tail.partition(".")
+        expert = numbers.get(number)
+        if expert is None:
+            expert = numbers[number] = int(number) if _NUMBER.fullmatch(number) else -1
+        if not found:
+            kind, expert = NO_EXPERT, -1
+        elif expert < 0 or not dot or _EXPERTS in f".{rest}.":
+            kind, expert = ALONE, -1
+        else:
+            kind = known.setdefault((head, rest), len(known))
+            if kind == len(firsts):
+                firsts.append(row)
+        kinds.append(kind)
+        experts.append(expert)
+    return np.asarray(kinds, np.int32), np.asarray(experts, np.int64), firsts
 
 
 class NameParser:
@@ -107,7 +151,7 @@ class NameParser:
             for family in self.families
         ]
         self._fused = ["{expert}" not in family.pattern for family in self.families]
-        self._numbered = [f"{_EXPERTS}{{expert}}." in family.pattern for family in self.families]
+        self._plain = all(family.counts_behind_experts for family in self.families)
         #: A substring of every expert name, to skip the other names cheaply.
         self.keyword = "experts" if all("experts" in f.pattern for f in self.families) else ""
         patterns = (f"(?:{family.regex()})" for family in self.families)
@@ -132,34 +176,41 @@ class NameParser:
             at += 2 if fused else 3
         return None
 
-    def parse_all(self, names: Sequence[str]) -> tuple[list[ExpertName], list[int], list[int]]:
+    def parse_all(self, names: Sequence[str]) -> tuple[list[ExpertName], Ints, Ints]:
         """Parse many names: kinds of name, and for each name its kind (-1 for none) and expert.
 
         Names of one kind differ in the expert's number alone, so that each is parsed in full once:
         a checkpoint has a name for every part of every projection of every expert.
         """
+        if not self._plain:
+            return self._parse_each(names, range(len(names)))
+        kind_of, experts, firsts = scan_kinds(names) or split_kinds(names)
         kinds: list[ExpertName] = []
-        ids: list[int] = []
-        experts: list[int] = []
-        known: dict[tuple[str, str], int] = {}
-        numbers: dict[str, int] = {}
-        for name in names:
-            head, _, tail = name.partition(_EXPERTS)
-            number, _, rest = tail.partition(".")
-            kind, expert = known.get((head, rest), -1), numbers.get(number, -1)
-            if kind < 0 or expert < 0:
-                found = self.parse(name) if self.keyword in name else None
-                if found is None:
-                    kind, expert = -1, -1
-                else:
-                    kind, expert = len(kinds), found.expert
-                    kinds.append(found)
-                    if self._numbered[found.family] and _EXPERTS not in f".{rest}.":
-                        known.setdefault((head, rest), kind)
-                        numbers[number] = expert
-            ids.append(kind)
-            experts.append(expert)
-        return kinds, ids, experts
+        # By kind as it was found; the last two are NO_EXPERT and ALONE.
+        numbers = np.full(len(firsts) + 2, -1, np.int64)
+        for number, first in enumerate(firsts):
+            one = self.parse(names[first])
+            if one is not None:
+                numbers[number] = len(kinds)
+                kinds.append(one)
+        ids = numbers[kind_of]
+        experts = np.where(ids < 0, -1, experts)
+        alone = np.flatnonzero(kind_of == ALONE)
+        others, other_ids, other_experts = self._parse_each(names, alone.tolist())
+        ids[alone] = np.where(other_ids < 0, -1, other_ids + len(kinds))
+        experts[alone] = other_experts
+        return kinds + others, ids, experts
+
+    def _parse_each(
+        self, names: Sequence[str], rows: Sequence[int]
+    ) -> tuple[list[ExpertName], Ints, Ints]:
+        """Some of the names one by one, each of a kind of its own."""
+        found = [self.parse(name) if self.keyword in (name := names[row]) else None for row in rows]
+        kinds = [one for one in found if one is not None]
+        is_expert = np.fromiter((one is not None for one in found), bool, len(found))
+        ids = np.where(is_expert, np.cumsum(is_expert) - 1, -1)
+        experts = np.fromiter((-1 if one is None else one.expert for one in found), np.int64)
+        return kinds, ids.astype(np.int64), experts
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,9})\.")

@@ -15,7 +15,8 @@ from loader.checkpoint.awq import read_awq
 from loader.checkpoint.catalog import Catalog, build_catalog
 from loader.checkpoint.compressed import read_compressed
 from loader.checkpoint.family import FAMILIES, Family
-from loader.checkpoint.index import load_json, read_headers, select_files
+from loader.checkpoint.index import read_headers, select_files
+from loader.checkpoint.json_file import load_json
 from loader.checkpoint.layers import LayerResolver
 from loader.checkpoint.model import CONFIG, Model, read_model
 from loader.checkpoint.modelopt import QUANT_CONFIG, read_modelopt

@@ -14,11 +14,14 @@ It is stricter than safetensors on purpose in these points, each of which safete
 - an entry is a JSON object and a dtype a JSON string (safetensors takes ``["U8", [1], [0, 1]]``
   and ``{"U8": null}`` as well).
 
-A header is kept as columns, because planning time per tensor is part of every load.
+A header is kept as columns, because planning time per tensor is part of every load. Native code
+(scan.py) reads what tools plainly write; :func:`read_table` is the reference, and speaks where
+native code does not take a header.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -26,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.checkpoint.entries import Entries, parse_entries
+from loader.checkpoint.scan import Columns, scan_headers
 from loader.checkpoint.wording import describe_foreign, shown, shown_few, tensor_error
 from loader.errors import CheckpointError
 
@@ -126,11 +130,53 @@ def header_length(prefix: bytes, file_size: int, file: str) -> int:
     return PREFIX_BYTES + json_bytes
 
 
+@dataclass(frozen=True)
+class HeaderBytes:
+    """The bytes of one header (prefix and JSON, whole), and of which file of which size."""
+
+    data: bytes
+    file_size: int
+    file: str
+
+
 def parse_header(data: bytes, file_size: int, file: str) -> Header:
     """The header in ``data`` (prefix and JSON, whole), checked against the file's size.
 
     The result owns its columns. Raises CheckpointError naming file, tensor, expected and found.
     """
+    found = parse_headers([HeaderBytes(data, file_size, file)])[0]
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def parse_headers(headers: Sequence[HeaderBytes]) -> list[Header | CheckpointError]:
+    """Several headers at once, by all cores; in the place of a header its error."""
+    scanned = scan_headers([(header.data, header.file_size) for header in headers])
+    found: list[Header | CheckpointError] = []
+    for header, columns in zip(headers, scanned, strict=True):
+        try:
+            found.append(_header(header.file, columns or read_table(header)))
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
+def _header(file: str, columns: Columns) -> Header:
+    return Header(
+        file=file,
+        names=columns.names,
+        dtypes=columns.dtypes,
+        shape_ids=columns.shape_ids,
+        shapes=columns.shapes,
+        begins=columns.begins,
+        ends=columns.ends,
+    )
+
+
+def read_table(header: HeaderBytes) -> Columns:
+    """The columns of one header, read in Python. Raises as :func:`parse_header` does."""
+    data, file_size, file = header.data, header.file_size, header.file
     header_bytes = header_length(data, file_size, file)
     if len(data) != header_bytes:
         raise CheckpointError(
@@ -147,8 +193,7 @@ def parse_header(data: bytes, file_size: int, file: str) -> Header:
         shapes[shape] = i
     kind_dtypes = [DTYPES.index(kind[0]) for kind in entries.kinds]
     kind_shapes = [shapes[kind[1:]] for kind in entries.kinds]
-    return Header(
-        file=file,
+    return Columns(
         names=entries.names,
         dtypes=np.array(kind_dtypes, dtype=np.uint8)[entries.kind_ids],
         shape_ids=np.array(kind_shapes, dtype=np.int32)[entries.kind_ids],

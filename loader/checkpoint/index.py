@@ -6,29 +6,28 @@ part of the model and are not opened.
 
 from __future__ import annotations
 
-import json
-import operator
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
-from typing import Any, NoReturn
+from itertools import chain
+from typing import NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
-from loader.checkpoint.header import PREFIX_BYTES, Header, header_length, parse_header
+from loader.checkpoint.header import (
+    PREFIX_BYTES,
+    Header,
+    HeaderBytes,
+    header_length,
+    parse_headers,
+)
 from loader.checkpoint.source import (
     MissingFileError,
     Source,
-    check_name,
     file_size,
     read_bytes,
 )
+from loader.checkpoint.weight_map import INDEX_FILE, PICKLE_SUFFIXES, WeightMap, read_weight_map
 from loader.checkpoint.wording import (
     SNIFF_BYTES,
-    describe_foreign,
     place_of,
     shown,
     shown_few,
@@ -37,12 +36,11 @@ from loader.checkpoint.wording import (
 )
 from loader.errors import CheckpointError
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MAX_JSON_FILE_BYTES = 256 << 20
 
 _PART = re.compile(r"model-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_BATCH_BYTES = 16 << 20
+"""Headers are parsed together, by all cores, when so many bytes of them were read."""
 
 
 @dataclass(frozen=True)
@@ -50,65 +48,7 @@ class Index:
     """The files of the model, sorted, and tensor -> file; None without an index file."""
 
     files: tuple[str, ...]
-    weight_map: dict[str, str] | None
-
-
-def load_json(source: Source, file: str, *, allow_nonfinite: bool = False) -> dict[str, Any]:
-    """The JSON object in ``file``, strictly: no key twice, UTF-8, at most 256 MiB.
-
-    ``allow_nonfinite`` lets the literals ``Infinity`` and ``NaN`` pass, which Python writes into
-    config files. Raises CheckpointError.
-    """
-    size = file_size(source, file)
-    if size > MAX_JSON_FILE_BYTES:
-        raise CheckpointError(
-            "JSON file is too large",
-            file=file,
-            expected=f"at most {MAX_JSON_FILE_BYTES} bytes",
-            found=f"{size} bytes",
-        )
-    data = read_bytes(source, file, 0, size)
-    try:
-        text = data.decode("utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=float if allow_nonfinite else _refuse_constant,
-        )
-        if "\\u" in text:
-            # Half of a surrogate pair, which no UTF-8 can say, makes this raise a ValueError.
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        is_pointer = data.startswith(b"version https://git-lfs")
-        found = describe_foreign(data) if is_pointer else None
-        if isinstance(error, RecursionError):
-            found = "nested too deeply"
-        raise CheckpointError(
-            "not a valid JSON file",
-            file=file,
-            expected="a JSON object in UTF-8, every key once",
-            found=found or shown(str(error)),
-        ) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            "not a valid JSON file",
-            file=file,
-            expected="a JSON object",
-            found=type(value).__name__,
-        )
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        twice = [key for key, n in Counter(key for key, _ in pairs).items() if n > 1]
-        raise ValueError(f"keys that occur more than once: {shown_few(twice)}")
-    return value
-
-
-def _refuse_constant(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not JSON")
+    weight_map: WeightMap | None
 
 
 def select_files(source: Source) -> Index:
@@ -118,10 +58,9 @@ def select_files(source: Source) -> Index:
     """
     listed = source.list()
     if INDEX_FILE in listed:
-        weight_map = _weight_map(source)
-        files = tuple(sorted(set(weight_map.values())))
-        _check_files_exist(source, files, weight_map)
-        return Index(files, weight_map)
+        weight_map = read_weight_map(source)
+        _check_files_exist(source, weight_map)
+        return Index(weight_map.files, weight_map)
     top = [file for file in listed if "/" not in file]
     if SINGLE_FILE in top:
         return Index((SINGLE_FILE,), None)
@@ -139,7 +78,7 @@ def select_files(source: Source) -> Index:
             expected=f"{INDEX_FILE}, {SINGLE_FILE} or model-*-of-*.safetensors",
             found=f"{len(tensors)} files",
         )
-    pickles = [file for file in top if file.endswith(_PICKLE_SUFFIXES)]
+    pickles = [file for file in top if file.endswith(PICKLE_SUFFIXES)]
     raise CheckpointError(
         "folder holds no safetensors file",
         file=shown_few(pickles, 5) if pickles else shown(source.name),
@@ -148,36 +87,8 @@ def select_files(source: Source) -> Index:
     )
 
 
-def _weight_map(source: Source) -> dict[str, str]:
-    """The index's tensor -> file, with every file name safe to open."""
-    weight_map = load_json(source, INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            "index has no weight_map",
-            file=INDEX_FILE,
-            expected="a JSON object: tensor -> file",
-            found="an empty one" if weight_map == {} else type(weight_map).__name__,
-        )
-    if not set(map(type, weight_map.values())) <= {str}:
-        names = [name for name, file in weight_map.items() if type(file) is not str]
-        found = shown(repr(weight_map[names[0]]))
-        raise tensor_error(
-            "index gives no file name", INDEX_FILE, names, expected="a string", found=found
-        )
-    for file in sorted(set(weight_map.values())):
-        check_name(file)
-        if not file.endswith(".safetensors"):
-            pickle = " (pickles are never opened)" if file.endswith(_PICKLE_SUFFIXES) else ""
-            raise CheckpointError(
-                "index names a file that is no safetensors",
-                file=shown(file),
-                expected=f"*.safetensors{pickle}",
-            )
-    return weight_map
-
-
-def _check_files_exist(source: Source, files: tuple[str, ...], weight_map: dict[str, str]) -> None:
-    missing = []
+def _check_files_exist(source: Source, weight_map: WeightMap) -> None:
+    files, missing = weight_map.files, []
     for file in files:
         try:
             file_size(source, file)
@@ -245,15 +156,13 @@ def read_headers(source: Source, index: Index) -> list[Header]:
     """The headers of the index's files, in its order, and nothing else of them.
 
     The headers agree with the index; without one, no name occurs in two files. A tensor that the
-    index gives to another file stays in its header: see ``owned_mask``. Raises CheckpointError.
+    index gives to another file stays in its header: see ``WeightMap.owned``.
+
+    Raises CheckpointError.
     """
-    headers: list[Header] = []
-    failures: list[CheckpointError] = []
-    for file in index.files:
-        try:
-            headers.append(_read_header(source, file))
-        except CheckpointError as error:
-            failures.append(error)
+    found = list(_parsed(source, index.files))
+    headers = [one for one in found if isinstance(one, Header)]
+    failures = [one for one in found if isinstance(one, CheckpointError)]
     if failures:
         _refuse_files(failures)
     if index.weight_map is None:
@@ -263,7 +172,23 @@ def read_headers(source: Source, index: Index) -> list[Header]:
     return headers
 
 
-def _read_header(source: Source, file: str) -> Header:
+def _parsed(source: Source, files: tuple[str, ...]) -> Iterator[Header | CheckpointError]:
+    """The header of each file, or its error, in the order of the files."""
+    batch: list[HeaderBytes] = []
+    for file in files:
+        try:
+            batch.append(_read_header(source, file))
+        except CheckpointError as error:
+            yield from parse_headers(batch)
+            batch.clear()
+            yield error
+        if sum(len(header.data) for header in batch) >= _BATCH_BYTES:
+            yield from parse_headers(batch)
+            batch.clear()
+    yield from parse_headers(batch)
+
+
+def _read_header(source: Source, file: str) -> HeaderBytes:
     size = file_size(source, file)
     prefix = read_bytes(source, file, 0, min(size, PREFIX_BYTES))
     try:
@@ -273,7 +198,7 @@ def _read_header(source: Source, file: str) -> Header:
         header_length(read_bytes(source, file, 0, min(size, SNIFF_BYTES)), size, file)
         raise
     rest = read_bytes(source, file, PREFIX_BYTES, length - PREFIX_BYTES)
-    return parse_header(prefix + rest, size, file)
+    return HeaderBytes(prefix + rest, size, file)
 
 
 def _refuse_files(failures: list[CheckpointError]) -> NoReturn:
@@ -294,19 +219,10 @@ def _refuse_files(failures: list[CheckpointError]) -> NoReturn:
     )
 
 
-def owned_mask(header: Header, weight_map: Mapping[str, str] | None) -> npt.NDArray[np.bool_]:
-    """bool [n]: which tensors of ``header`` its file supplies. Without an index, all of them."""
-    count = len(header.names)
-    if weight_map is None:
-        return np.ones(count, dtype=np.bool_)
-    files = map(weight_map.get, header.names)
-    return np.fromiter(map(operator.eq, files, repeat(header.file)), np.bool_, count)
-
-
-def _check_index(headers: list[Header], weight_map: dict[str, str]) -> None:
+def _check_index(headers: list[Header], weight_map: WeightMap) -> None:
     """Every tensor is in the file that the index gives it to."""
     # Names are distinct within a header, so equal counts leave none missing.
-    if sum(int(owned_mask(header, weight_map).sum()) for header in headers) == len(weight_map):
+    if int(weight_map.owned(headers).sum()) == len(weight_map):
         return
     names_of = {header.file: set(header.names) for header in headers}
     absent = [name for name, file in weight_map.items() if name not in names_of[file]]

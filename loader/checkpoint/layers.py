@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +23,38 @@ _REFUSED_PARTS = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class _Resolved:
+    """A layer that was resolved, with the run of its rows that each table has."""
+
+    source: LayerSource
+    runs: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, source: LayerSource, rows: Ints) -> _Resolved:
+        starts = (int(np.flatnonzero(rows == table.rows[0])[0]) for table in source.tables)
+        runs = zip(starts, source.tables, strict=True)
+        return cls(source, tuple(slice(at, at + len(table.rows)) for at, table in runs))
+
+    def at(self, layer: int, rows: Ints, reason: str) -> LayerSource:
+        """The same for another layer that is alike."""
+        pairs = zip(self.source.tables, self.runs, strict=True)
+        tables = tuple(replace(table, rows=rows[run]) for table, run in pairs)
+        return replace(self.source, layer=layer, tables=tables, reason=reason)
+
+
+@dataclass(frozen=True, eq=False)
+class _Alike:
+    """What is found once for all layers whose tensors differ in layer, file and place alone.
+
+    ``sources`` by the identity of the scheme, which the dialect keeps.
+    """
+
+    fused: bool
+    plain: bool
+    sources: dict[int, _Resolved] = field(default_factory=dict)
+
+
 class LayerResolver:
     """Resolves layers of one catalog; one instance for a plan."""
 
@@ -32,6 +65,11 @@ class LayerResolver:
         order = np.lexsort((catalog.expert, catalog.part, catalog.projection, catalog.layer))
         self._order = order[catalog.layer[order] >= 0]
         self._layers = catalog.layer[self._order]
+        columns = (catalog.family, catalog.projection, catalog.part, catalog.expert)
+        kinds = (catalog.dtype, catalog.shape_id)
+        facts = [column[self._order].astype(np.int32) for column in (*columns, *kinds)]
+        self._facts = np.stack(facts, axis=1)
+        self._alike: dict[bytes, _Alike] = {}
 
     def resolve(self, layer: int) -> LayerSource:
         """Resolve one layer.
@@ -41,11 +79,20 @@ class LayerResolver:
         """
         first, last = np.searchsorted(self._layers, (layer, layer + 1))
         rows = self._order[first:last]
-        fused = self._one_family(layer, rows)
-        scheme, reason = self._scheme(layer, rows)
+        facts = self._facts[first:last].tobytes()
+        alike = self._alike.get(facts)
+        if alike is None:
+            alike = _Alike(self._one_family(layer, rows), self._is_plain(layer, rows))
+            self._alike[facts] = alike
+        scheme, reason = self._scheme(layer, rows, alike.plain)
+        known = alike.sources.get(id(scheme))
+        if known is not None:
+            return known.at(layer, rows, reason)
         groups = self._groups(layer, rows, scheme)
-        reader = TableReader(self.catalog, self.model, layer, scheme, fused)
-        return reader.read(groups, reason)
+        reader = TableReader(self.catalog, self.model, layer, scheme, alike.fused)
+        source = reader.read(groups, reason)
+        alike.sources[id(scheme)] = _Resolved.of(source, rows)
+        return source
 
     def _one_family(self, layer: int, rows: Ints) -> bool:
         catalog = self.catalog
@@ -76,9 +123,8 @@ class LayerResolver:
             )
         return fused
 
-    def _scheme(self, layer: int, rows: Ints) -> tuple[Scheme, str]:
+    def _scheme(self, layer: int, rows: Ints, plain: bool) -> tuple[Scheme, str]:
         catalog = self.catalog
-        plain = self._is_plain(layer, rows)
         if plain and self.model.layers is not None and layer >= self.model.layers:
             return PLAIN, f"beyond num_hidden_layers={self.model.layers}, not quantized in the file"
         if self.dialect is None:
@@ -92,9 +138,7 @@ class LayerResolver:
                     found=DTYPES[catalog.dtype[rows[0]]],
                 )
             return PLAIN, "the checkpoint is not quantized"
-        codes = catalog.part[rows]
-        heads = rows[codes == codes[0]]
-        modules = [catalog.module(row) for row in heads.tolist()]
+        modules = self._modules(self.dialect, rows, plain)
         self._agree_on_exclusion(layer, modules, plain)
         if plain:
             return PLAIN, "excluded by config"
@@ -118,6 +162,29 @@ class LayerResolver:
                 found=scheme.format,
             )
         return scheme, f"{self.dialect.name}: {scheme.format}"
+
+    def _modules(self, dialect: Dialect, rows: Ints, plain: bool) -> list[str]:
+        """The modules to hold against the config: one of each projection where it speaks for all.
+
+        All of them where their numbers may matter, or where there is something to refuse.
+        """
+        catalog = self.catalog
+        codes, projections = catalog.part[rows], catalog.projection[rows]
+        heads = rows[codes == codes[0]]
+        at = np.unique(projections[codes == codes[0]], return_index=True)[1]
+        few = [catalog.module(row) for row in heads[at].tolist()]
+        family = catalog.families[int(catalog.family[rows[0]])]
+        try:
+            one_for_all = (
+                family.counts_behind_experts
+                and not any(dialect.tells_apart(module) for module in few)
+                and all(plain in dialect.excluded(module) for module in few)
+            )
+        except LoaderError:
+            one_for_all = False
+        if one_for_all and (plain or len({dialect.scheme(module) for module in few}) == 1):
+            return few
+        return [catalog.module(row) for row in heads.tolist()]
 
     def _is_plain(self, layer: int, rows: Ints) -> bool:
         """True where the file holds floating weights, False where it holds packed codes."""

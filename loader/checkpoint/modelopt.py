@@ -8,13 +8,16 @@ Source of the format: modelopt ``torch/export``. ``weight_scale_2`` is a multipl
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from loader.checkpoint.model import CONFIG
 from loader.checkpoint.scheme import NVFP4_PARTS, Scheme, Unhandled
+from loader.checkpoint.wildcard import Numbered, Wildcard, loosen
 from loader.errors import CheckpointError, UnsupportedError
 
 QUANT_CONFIG = "hf_quant_config.json"
@@ -46,6 +49,12 @@ class Excludes:
         if known is None:
             known = self._above[parent] = self.select(parent) or self.select_above(parent)
         return known
+
+    def loosened(self) -> Iterator[Wildcard]:
+        """What takes every module that an entry selects, itself or from above."""
+        for entry in (*self.entries, *self.exact):
+            yield loosen(entry)
+            yield loosen(f"{entry}.*")
 
 
 def _excludes(file: str, section: Mapping[str, Any]) -> Excludes:
@@ -110,6 +119,14 @@ class ModelOptDialect:
         shared = readings[0] & readings[-1] if readings else frozenset((False,))
         unlisted = self.everywhere is None and isinstance(self.scheme(module), Unhandled)
         return frozenset((True, *shared)) if unlisted else shared
+
+    @cached_property
+    def _numbered(self) -> Numbered:
+        return Numbered.of(chain(*(entries.loosened() for entries in self.excludes.values())))
+
+    def tells_apart(self, module: str) -> bool:
+        """Where each module has an entry of its own, or one with a number may select it."""
+        return self.everywhere is None or self._numbered.tell_apart(module)
 
 
 def _ancestors(module: str) -> tuple[str, ...]:

@@ -128,6 +128,13 @@ class Dialect(Protocol):
         """Whether the ignore list excludes ``module``, under each reading that tools give it."""
         ...
 
+    def tells_apart(self, module: str) -> bool:
+        """Whether modules that differ from this one in the expert's number may be told apart.
+
+        False: all of them have one scheme, and are excluded alike.
+        """
+        ...
+
 
 _WORDS_KN = Arrangement(("k", "n"), (1, 8), 4, row_quantum=8)
 _WORDS_NK = Arrangement(("n", "k"), (1, 8), 4, row_quantum=32)

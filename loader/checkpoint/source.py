@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -140,10 +140,10 @@ def check_name(file: str) -> None:
 
 @dataclass
 class _Open:
-    """One open file. ``users`` counts reads in flight."""
+    """One open file. ``users`` are the threads of the reads in flight."""
 
     descriptor: int
-    users: int = 0
+    users: list[int] = field(default_factory=list)
 
 
 class LocalSource:
@@ -252,7 +252,8 @@ class LocalSource:
         """Closes every descriptor, after the reads in flight have ended; may be called again."""
         with self._freed:
             self._closed = True
-            while any(entry.users for entry in self._open.values()):
+            own = {threading.get_ident()}  # not in flight: an interrupt can cut a read's leave off
+            while any(set(entry.users) - own for entry in self._open.values()):
                 self._freed.wait()
             while self._open:
                 os.close(self._open.popitem()[1].descriptor)
@@ -263,13 +264,13 @@ class LocalSource:
         """An open descriptor of ``file`` that is not closed inside the block."""
         check_name(file)
         with self._freed:
-            entry = self._acquire(file)
+            entry, thread = self._acquire(file), threading.get_ident()
         try:
             self._check_identity(file, entry.descriptor)
             yield entry.descriptor
         finally:
             with self._freed:
-                entry.users -= 1
+                entry.users.remove(thread)
                 self._freed.notify_all()
 
     def _acquire(self, file: str) -> _Open:
@@ -283,7 +284,7 @@ class LocalSource:
                 break
             self._freed.wait()
         self._open.move_to_end(file)
-        entry.users += 1
+        entry.users.append(threading.get_ident())
         return entry
 
     def _close_idle(self) -> bool:

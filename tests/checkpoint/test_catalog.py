@@ -11,6 +11,7 @@ from loader.checkpoint.catalog import REASONS, Catalog, build_catalog
 from loader.checkpoint.family import FAMILIES, PROJECTIONS, Family
 from loader.checkpoint.header import DTYPES, Header
 from loader.checkpoint.index import Index
+from loader.checkpoint.weight_map import WeightMap
 from loader.errors import CheckpointError
 
 
@@ -40,7 +41,8 @@ def expert(
 
 def catalog_of(*files: Sequence[str], index: dict[str, str] | None = None) -> Catalog:
     headers = [header(f"f{n}", names) for n, names in enumerate(files)]
-    return build_catalog(headers, Index(tuple(h.file for h in headers), index))
+    weight_map = None if index is None else WeightMap.of(index)
+    return build_catalog(headers, Index(tuple(h.file for h in headers), weight_map))
 
 
 def test_columns_stand_for_the_headers() -> None:

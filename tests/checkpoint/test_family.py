@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from loader.checkpoint import scan
 from loader.checkpoint.family import (
     DRAFT_PREFIXES,
     FAMILIES,
@@ -191,18 +192,39 @@ _EXPERT_NAME = st.builds(
 )
 
 
-@settings(max_examples=300)
+#: Patterns in which a number behind ``.experts.`` is not the expert's alone.
+_ODD = (
+    Family("seven", "layers.{layer}.mlp.experts.7.{projection}", {"gate_up": "w1", "down": "1"}),
+    Family("digits", "layers.{layer}.mlp.experts.{projection}", {"gate_up": "7", "down": "1"}),
+    Family("bank", "layers.{layer}.mlp.{expert}.experts.0.{projection}", WORDS),
+)
+
+
+@settings(max_examples=400)
 @example(
     [
         "layers.3.mlp.experts.1.layers.0.mlp.experts.0.gate_proj.qweight",
         "layers.0.mlp.experts.0.gate_proj.qweight",
         "layers.0.mlp.experts.1.gate_proj.qweight",
-    ]
+    ],
+    (),
+    True,
 )
-@given(st.lists(_EXPERT_NAME | st.lists(_COMPONENT, max_size=9).map(".".join), max_size=40))
-def test_names_parsed_together_are_names_parsed_one_by_one(names: list[str]) -> None:
-    parser = NameParser()
-    kinds, ids, experts = parser.parse_all(names)
+@example(["layers.0.mlp.experts.7.w1.qweight", "layers.0.mlp.experts.8.w1.qweight"], _ODD[:1], True)
+@example(["layers.0.mlp.experts.1", "layers.0.mlp.experts.7.qweight"], _ODD[1:2], True)
+@given(
+    st.lists(_EXPERT_NAME | st.lists(_COMPONENT, max_size=9).map(".".join), max_size=40),
+    st.lists(st.sampled_from(_ODD), max_size=2).map(tuple),
+    st.booleans(),
+)
+def test_names_parsed_together_are_names_parsed_one_by_one(
+    names: list[str], own: tuple[Family, ...], native: bool
+) -> None:
+    parser = NameParser((*own, *FAMILIES))
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(scan, "LIBRARY", None)
+        kinds, ids, experts = parser.parse_all(names)
     together = [
         None if kind < 0 else kinds[kind]._replace(expert=expert)
         for kind, expert in zip(ids, experts, strict=True)

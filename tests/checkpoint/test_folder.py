@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def test_any_value_in_a_config_is_read_or_refused(
         for key in way[:-1]:
             place = place.get(key, {}) if isinstance(place, dict) else {}
         if isinstance(place, dict):
-            place[way[-1]] = data.draw(st.sampled_from(ODD))
+            place[way[-1]] = deepcopy(data.draw(st.sampled_from(ODD)))
     (folder / file).write_text(json.dumps(content))
     try:
         str(loader.plan(folder))

@@ -14,7 +14,6 @@ from loader.checkpoint.header import Header
 from loader.checkpoint.index import (
     INDEX_FILE,
     Index,
-    owned_mask,
     read_headers,
     select_files,
 )
@@ -137,7 +136,6 @@ def test_without_an_index(tmp_path: Path, present: list[str], chosen: list[str])
     index, headers = read(tmp_path)
     assert index == Index(tuple(chosen), None)
     assert [header.file for header in headers] == chosen
-    assert all(owned_mask(header, None).all() for header in headers)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +279,11 @@ def test_extra_copies_stay_in_the_header_and_are_not_owned(model: Path, stale: s
     index, headers = read(model)
     by_file = {header.file: header for header in headers}
     assert by_file[stale].names == names
-    mask = owned_mask(by_file[stale], index.weight_map)
+    assert index.weight_map is not None
+    mask = index.weight_map.owned([by_file[stale]])
     assert mask.dtype == np.bool_
     assert mask.tolist() == [False, False] + [True] * len(SHARDS[stale]) + [False]
-    assert owned_mask(by_file[other], index.weight_map).all()
+    assert index.weight_map.owned([by_file[other]]).all()
 
 
 def test_a_tensor_that_its_file_lacks(model: Path) -> None:

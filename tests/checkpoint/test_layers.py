@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from loader.checkpoint.folder import open_checkpoint
 from loader.checkpoint.layers import LayerResolver
+from loader.checkpoint.modelopt import ModelOptDialect
 from loader.checkpoint.scheme import PLAIN, Role
 from loader.checkpoint.source import LocalSource
+from loader.checkpoint.tables import LayerSource
 from loader.errors import CheckpointError, LoaderError, UnsupportedError
 from loader.testing.checkpoint import tiny_checkpoint
 from loader.testing.container import RawTensor, edit_json, rewrite
@@ -160,3 +163,94 @@ def test_the_other_layers_still_resolve(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda t: t.pop(checkpoint.name(1, 0, "up", "scales")) and None)
     refused(tmp_path, 1)
     assert resolver_of(tmp_path).resolve(0).layer == 0
+
+
+# Layers that are alike are resolved once
+
+
+def facts_of(source: LayerSource) -> tuple[Any, ...]:
+    tables = [
+        (t.projection, t.role, t.arrangement, t.element_bytes, t.shape, t.rows.tolist())
+        for t in source.tables
+    ]
+    return tuple({**vars(source), "tables": tables}.values())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dialect", [*INT4, *FLOATS])
+def test_a_layer_like_another_is_resolved_as_by_itself(
+    tmp_path: Path, dialect: str, fused: bool
+) -> None:
+    tiny(tmp_path, dialect, fused=fused, layers=4, shards=3, excluded=(2,))
+    resolver = resolver_of(tmp_path)
+    for layer in range(4):
+        assert facts_of(resolver.resolve(layer)) == facts_of(resolver_of(tmp_path).resolve(layer))
+
+
+def test_a_layer_of_another_dtype_is_not_like_the_others(tmp_path: Path) -> None:
+    checkpoint = tiny(tmp_path, "awq-gemm", payload="random", layers=3)
+    name = "model.layers.1.mlp.experts.2.up_proj.scales"
+
+    def narrower(tensors: dict[str, RawTensor]) -> None:
+        tensors[name] = replace(tensors[name], dtype="BF16")
+
+    rewrite(checkpoint.folder, narrower)
+    resolver = resolver_of(tmp_path)
+    resolver.resolve(0)
+    with pytest.raises(CheckpointError, match="scales has the wrong dtype") as caught:
+        resolver.resolve(1)
+    assert (caught.value.layer, caught.value.tensor) == (1, name)
+    assert resolver.resolve(2).layer == 2
+
+
+def test_a_layer_of_another_scheme_is_not_like_the_others(tmp_path: Path) -> None:
+    """Tensors alike, but the second layer's group promises zero points that are not there."""
+    tiny(tmp_path, "ct-int4")
+
+    def divide(content: dict[str, Any]) -> None:
+        groups = content["quantization_config"]["config_groups"]
+        (own,) = groups.values()
+        other = {**own, "weights": {**own["weights"], "symmetric": False}}
+        groups["second"] = {**other, "targets": ["re:.*layers\\.1\\..*"]}
+
+    edit_json(tmp_path, "config.json", divide)
+    resolver = resolver_of(tmp_path)
+    assert resolver.resolve(0).zeros_must_be_eight
+    with pytest.raises(CheckpointError, match="expert tensors are missing"):
+        resolver.resolve(1)
+
+
+def test_an_expert_that_the_config_excludes_alone(tmp_path: Path) -> None:
+    """An entry with an expert's number is held against every expert, in the layer that it names."""
+    checkpoint = tiny(tmp_path, "awq-gemm", layers=3)
+    entry = "model.layers.1.mlp.experts.2.up_proj"
+    edit_json(
+        checkpoint.folder,
+        "config.json",
+        lambda content: content["quantization_config"].update(modules_to_not_convert=[entry]),
+    )
+    resolver = resolver_of(tmp_path)
+    resolver.resolve(0)
+    with pytest.raises(CheckpointError, match="disagree on whether the experts") as caught:
+        resolver.resolve(1)
+    assert (caught.value.layer, caught.value.tensor) == (1, entry)
+    assert str(caught.value.found).endswith("1 such modules of 9")
+    assert resolver.resolve(2).layer == 2
+
+
+def test_one_module_speaks_for_all_where_nothing_tells_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny(tmp_path, "modelopt-nvfp4", layers=3)
+    asked: list[str] = []
+    excluded = ModelOptDialect.excluded
+
+    def noted(self: ModelOptDialect, module: str) -> frozenset[bool]:
+        asked.append(module)
+        return excluded(self, module)
+
+    monkeypatch.setattr(ModelOptDialect, "excluded", noted)
+    resolver = resolver_of(tmp_path)
+    for layer in range(3):
+        resolver.resolve(layer)
+    assert len(set(asked)) == 3 * 3

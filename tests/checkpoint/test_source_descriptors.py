@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -282,3 +283,44 @@ def test_a_file_written_during_the_read_is_refused(
     monkeypatch.setattr(source_module.os, "preadv", racing)
     with pytest.raises(CheckpointError, match="changed while loading"):
         read_bytes(source, "f0", 0, 5)
+
+
+class Struck:
+    """A condition at whose numbered call, entering or leaving its block, an interrupt strikes."""
+
+    def __init__(self, inner: threading.Condition, strike: int) -> None:
+        self._inner = inner
+        self._left = strike
+
+    def __enter__(self) -> bool:
+        self._strike()
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._strike()
+
+    def _strike(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+    def wait(self) -> bool:
+        assert self._inner.wait(timeout=30), "waits for a read that is no longer in flight"
+        return True
+
+    def notify_all(self) -> None:
+        self._inner.notify_all()
+
+
+@pytest.mark.parametrize("strike", [2, 3])
+def test_a_read_that_an_interrupt_cut_off_does_not_hold_up_the_close(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, strike: int
+) -> None:
+    """The interrupt strikes where the read has just begun, or where it is to end."""
+    source = LocalSource(folder)
+    monkeypatch.setattr(source, "_freed", Struck(source._freed, strike))
+    with pytest.raises(KeyboardInterrupt):
+        read_bytes(source, "f0", 0, 5)
+    source.close()
+    assert open_below(folder) == []

@@ -14,7 +14,8 @@ std::atomic<bool> no_threads{false};
 }  // namespace
 
 extern "C" void arm(long number) { left = number; }
-extern "C" void disarm() { left = -1; }
+// Whether the chosen call was never reached.
+extern "C" int disarm() { return left.exchange(-1) >= 0; }
 extern "C" void refuse_threads(int refuse) { no_threads = refuse != 0; }
 
 void* operator new(std::size_t bytes) {

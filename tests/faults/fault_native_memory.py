@@ -23,8 +23,10 @@ from fault_cells import Outcome, Witness, load, make_checkpoint, right_banks
 from fault_kinds import Bench, BenchSource, patched
 from load_fakes import banks_of, bits, same_bits
 
+import loader
 from loader import CapacityError, native
 from loader.experts import LoadedExperts
+from loader.testing.checkpoint import tiny_checkpoint
 
 torch.set_num_threads(1)
 assert native.CORE is not None
@@ -71,6 +73,28 @@ def sweep(name: str, run: Callable[[], Any], right: Callable[[Any], bool]) -> Ou
     return Outcome(f"no memory in {name}", "any", "direct", "endless", ["never ended"])
 
 
+def left_to_python(name: str, run: Callable[[], Any], right: Callable[[Any], bool]) -> Outcome:
+    """Fail each allocation of a native reader in turn: the reader in Python does its work."""
+    inner = getattr(LIBRARY, name)
+    wrong: list[str] = []
+    for number in range(MOST):
+        missed = []
+
+        def failing(*args: Any, number: int = number, missed: list[bool] = missed) -> Any:
+            SHIM.arm(ctypes.c_long(number))
+            try:
+                return inner(*args)
+            finally:
+                missed.append(bool(SHIM.disarm()))
+
+        with patched(LIBRARY, name, failing):
+            wrong += [] if right(run()) else [f"wrong after allocation {number}"]
+        if all(missed):
+            wrong += [] if missed else ["never called"]
+            return Outcome(f"no memory in {name}", "any", "direct", f"{number} points", wrong)
+    return Outcome(f"no memory in {name}", "any", "direct", "endless", ["never ended"])
+
+
 def threads(good: Path, wanted: list[torch.Tensor]) -> Outcome:
     """A native call that may have no more threads goes on with those it has."""
     inner = native.read
@@ -106,14 +130,21 @@ def no_python_thread(good: Path) -> Outcome:
     return Outcome("no thread", "planned", "direct, ahead", "CapacityError", wrong)
 
 
-def all_probes(good: Path) -> list[Outcome]:
-    """Loads, closing passes and steps, with every native allocation failing once."""
+def all_probes(good: Path, parts: Path) -> list[Outcome]:
+    """Plans, loads, closing passes and steps, with every native allocation failing once."""
     wanted = right_banks(good)
     found = [threads(good, wanted), no_python_thread(good)]  # first: no thread is there yet
 
     def right(experts: LoadedExperts) -> bool:
         return same_bits(banks_of(experts), wanted)
 
+    planned = loader.plan(parts).to_dict()
+    for name in ("qpn_headers", "qpn_index", "qpn_kinds", "qpn_owned"):
+        found.append(
+            left_to_python(
+                name, lambda: loader.plan(parts).to_dict(), lambda plan: same_plan(plan, planned)
+            )
+        )
     for name in ("qpn_write", "qpn_finish"):
         found.append(sweep(name, lambda: load(good), right))
     layer = load(good)[0]
@@ -125,8 +156,14 @@ def all_probes(good: Path) -> list[Outcome]:
     return found
 
 
+def same_plan(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two plans say the same but for what the machine has left."""
+    return all(one[key] == other[key] for key in one if key != "memory")
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         make_checkpoint(Path(name) / "good")
-        outcomes = all_probes(Path(name) / "good")
+        tiny_checkpoint(Path(name) / "parts", hidden=64, intermediate=64, group=32, shards=2)
+        outcomes = all_probes(Path(name) / "good", Path(name) / "parts")
     print(json.dumps([vars(outcome) for outcome in outcomes]))

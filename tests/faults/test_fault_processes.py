@@ -25,4 +25,4 @@ def test_signals(probe: str) -> None:
 def test_native_code_that_gets_no_memory(tmp_path: Path) -> None:
     found = run_native_memory(tmp_path)
     assert [outcome for outcome in found if outcome.wrong] == []
-    assert len(found) == 5
+    assert len(found) == 9

@@ -8,7 +8,14 @@ from typing import Any
 
 import safetensors
 
-from loader.checkpoint.header import DTYPES, header_length, parse_header
+from loader.checkpoint.header import (
+    DTYPES,
+    HeaderBytes,
+    header_length,
+    parse_header,
+    read_table,
+)
+from loader.checkpoint.scan import Columns, scan_headers
 from loader.errors import CheckpointError
 
 View = dict[str, tuple[str, tuple[int, ...], bytes]]
@@ -42,6 +49,7 @@ def our_view(data: bytes) -> View | str:
     """What our reader reads from a whole file, or the stage that refused it."""
     try:
         length = header_length(data[:8], len(data), "f")
+        twins(data[:length], len(data))
         header = parse_header(data[:length], len(data), "f")
     except CheckpointError as error:
         return stage_of(error)
@@ -57,6 +65,26 @@ def our_view(data: bytes) -> View | str:
             strict=True,
         )
     }
+
+
+def twins(data: bytes, file_size: int) -> tuple[Columns | None, Columns | None]:
+    """What native code and Python read from one header, None for each that does not take it.
+
+    What native code takes, Python must take with the same result.
+    """
+    (native,) = scan_headers([(data, file_size)])
+    try:
+        python = read_table(HeaderBytes(data, file_size, "f"))
+    except CheckpointError:
+        python = None
+    if native is not None:
+        assert python is not None, "native code takes a header that Python refuses"
+        for name in ("names", "shapes"):
+            assert getattr(native, name) == getattr(python, name)
+        for name in ("dtypes", "shape_ids", "begins", "ends"):
+            ours, theirs = getattr(native, name), getattr(python, name)
+            assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist()
+    return native, python
 
 
 def stage_of(error: CheckpointError) -> str:

@@ -15,7 +15,7 @@ from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.hub import locate
-from loader.checkpoint.index import load_json
+from loader.checkpoint.json_file import load_json
 from loader.checkpoint.model import CONFIG
 from loader.checkpoint.source import Source
 from loader.errors import UnsupportedError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loader.checkpoint.index import load_json
+from loader.checkpoint.json_file import load_json
 from loader.checkpoint.source import LocalSource, MissingFileError
 from loader.errors import CheckpointError
 
