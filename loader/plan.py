@@ -218,7 +218,7 @@ class Plan:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON report without its measured keys (DESIGN section 9)."""
+        """The JSON report without its measured keys."""
         return {
             "schema": 1,
             "source": self.checkpoint.source.name,

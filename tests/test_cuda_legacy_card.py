@@ -1,4 +1,4 @@
-"""``legacy`` on a card: the bounds of DESIGN 5 in every layout, hard scales, captures, memory."""
+"""``legacy`` on a card: the bounds of docs/routes.md in every layout, hard scales, captures, memory."""
 
 from __future__ import annotations
 

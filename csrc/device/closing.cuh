@@ -17,7 +17,7 @@ struct PassLayout {
     }
 };
 
-// silu(gate) * up of neighbours in a warp, rounded where DESIGN section 5 says; `column` is the
+// silu(gate) * up of neighbours in a warp, rounded where docs/routes.md says; `column` is the
 // bank's. Every lane takes part.
 template <class Act>
 QPN_DEVICE void give_hidden(const Step& step, int32_t row, int32_t slot, int32_t column,

@@ -62,7 +62,7 @@ QPN_BOTH float from_e4m3(uint8_t byte) {
 
 QPN_BOTH bool finite(float value) { return (to_bits(value) & 0x7f800000u) != 0x7f800000u; }
 
-// DESIGN section 4: 0, or finite in fp16 with |x| >= 2^-14.
+// What `wide` and `record` hold (docs/bank.md): 0, or finite in fp16 with |x| >= 2^-14.
 QPN_BOTH bool held_by_half(float value) {
     const float size = value < 0 ? -value : value;
     return value == 0 || (size >= 6.103515625e-05f && (to_half(value) & 0x7c00u) != 0x7c00u);

@@ -162,7 +162,7 @@ struct Neighbours {
         return widened(narrowed(value));
     }
 
-   private:
+ private:
     static QPN_DEVICE float widened(uint32_t bits) {
         return kFloat == kBfloat16 ? bf16_to_float(bits) : half_to_float(bits);
     }
@@ -187,7 +187,7 @@ QPN_DEVICE void legacy_gather(const LegacyStep& step, const LegacyChunk& chunk) 
     }
 }
 
-// Blocks (places, experts): silu(gate) * up, rounded where DESIGN section 5 says.
+// Blocks (places, experts): silu(gate) * up, rounded where docs/routes.md says.
 template <int kFloat, int kEach>
 QPN_DEVICE void legacy_inner(const LegacyStep& step, const LegacyChunk& chunk) {
     using Some = Neighbours<kFloat, kEach>;

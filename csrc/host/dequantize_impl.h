@@ -1,4 +1,4 @@
-// Weights of a tile as fp32, in the order of DESIGN section 5.
+// Weights of a tile as fp32, in the order of docs/routes.md.
 #pragma once
 #include "groups_impl.h"
 
