@@ -1,4 +1,4 @@
-"""Native readers of headers, index and names against those in Python: the same, or nothing."""
+"""Native readers of headers and index against those in Python: the same, or nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader.checkpoint import scan
-from loader.checkpoint.family import split_kinds
 from loader.checkpoint.header import DTYPE_BITS, HeaderBytes, parse_header, read_table
 from loader.checkpoint.json_file import decode_json
 from loader.checkpoint.scan import (
@@ -321,53 +320,6 @@ def test_an_index_that_python_must_judge(raw: bytes) -> None:
 def test_an_index_nested_too_deeply_is_left_to_python() -> None:
     raw = b'{"a": ' + b"[" * 40 + b"]" * 40 + b', "weight_map": {"a": "f"}}'
     assert index_of(raw) == {"a": "f"} and scan_index(raw) is None
-
-
-# --- names -----------------------------------------------------------------------------------
-
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-_WORD = st.sampled_from(
-    ["layers", "0", "3", "experts", "12", "007", "1234567890", "up", "weight", ""]
-)
-_NAME = _TEXT | st.lists(_WORD, max_size=9).map(".".join)
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.lists(_NAME, max_size=30))
-def test_kinds(names: list[str]) -> None:
-    found, wanted = scan_kinds(names), split_kinds(names)
-    if any("\n" in name for name in names):
-        assert found is None
-        return
-    assert found is not None
-    assert found[0].tolist() == wanted[0].tolist()
-    assert found[1].tolist() == wanted[1].tolist()
-    assert found[2] == wanted[2]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.dictionaries(_NAME, st.integers(0, 3), max_size=20),
-    st.lists(st.tuples(_NAME, st.integers(-1, 3)), max_size=20),
-)
-def test_owned(index: dict[str, int], asked: list[tuple[str, int]]) -> None:
-    columns = IndexColumns(
-        list(index), [f"f{n}" for n in range(4)], np.array([*index.values()], np.int32)
-    )
-    asked += [(name, (n + i) % 4) for i, (name, n) in enumerate(index.items())]
-    names, files = [name for name, _ in asked], np.array([n for _, n in asked], np.int32)
-    owned = scan_owned(columns, names, files)
-    if any("\n" in name for name in (*names, *index)):
-        assert owned is None
-        return
-    assert owned is not None
-    assert owned.tolist() == [index.get(name) == n for name, n in asked]
-
-
-def test_texts_that_hold_another_number_of_names() -> None:
-    assert scan_kinds(["a\nb"]) is None and scan_kinds([]) is not None
-    one = IndexColumns(["a"], ["f"], np.zeros(1, np.int32))
-    assert scan_owned(one, ["a\n", "b"], np.zeros(2, np.int32)) is None
 
 
 def test_without_native_code_all_is_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
