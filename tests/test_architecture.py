@@ -24,10 +24,11 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 #: Data flows down this list, and so do imports: a module imports only from modules above it.
 LAYERS = (
-    "errors policy shard table",
+    "errors rollback policy shard table",
     "checkpoint",
     "checkpoint.wording checkpoint.model checkpoint.scheme checkpoint.family",
-    "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.source checkpoint.index",
+    "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.open_file checkpoint.source",
+    "checkpoint.index",
     "checkpoint.hub_client checkpoint.hub",
     "checkpoint.awq checkpoint.compressed checkpoint.modelopt",
     "checkpoint.catalog checkpoint.tables checkpoint.layers checkpoint.folder checkpoint.linears",
@@ -37,7 +38,8 @@ LAYERS = (
     "structs core host card cuda_core cuda_routes implementation card_serving native memory room",
     "pieces chunks spots converter ring",
     "route layer_choice layer_plan render plan report",
-    "scale_planes stream ledger lifecycle workspace crossover verdict banked experts pipeline",
+    "scale_planes reading_thread stream ledger lifecycle workspace crossover verdict banked",
+    "experts pipeline",
     "parameters",
     "inplace",
     "plain linears.plan linears.module linears.load linears",

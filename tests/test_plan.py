@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from load_fakes import Allocations, RecordingSource, banks_of, same_bits
 
 import loader
-from loader import Family, Policy, Shard
+from loader import Family, Policy, Shard, room
 from loader.checkpoint.source import LocalSource
 from loader.errors import CapacityError, CheckpointError, LoaderError, UnsupportedError
 from loader.memory import storage_bytes
@@ -272,8 +271,7 @@ def test_a_card_that_is_too_small_is_refused_by_load_before_anything_is_read_or_
 def test_without_a_budget_the_free_memory_counts(
     mixed: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["loader.plan"]  # the package's own name `plan` is the function
-    monkeypatch.setattr(module, "room_of", lambda device: Room(12345, "limit of the test"))
+    monkeypatch.setattr(room, "room_of", lambda device: Room(12345, "limit of the test"))
     plan = loader.plan(mixed.folder)
     assert (plan.card_bytes, plan.fits) == (12345, False)
     with pytest.raises(CapacityError, match="limit of the test") as caught:
