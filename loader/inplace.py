@@ -78,7 +78,7 @@ def prepare_module(
     the sources are gone.
     """
     resolved = (policy or Policy()).resolve()
-    with memory.nothing_kept():
+    with memory.nothing_kept(on_card=empty_cache and _is_on_card(module)):
         _check_name_is_free(module, layer)
         found = read_parameters(module, quantization, layer, shard or Shard())
         facts = _decide(found, layer, shard or Shard(), resolved, num_experts)
@@ -86,6 +86,10 @@ def prepare_module(
         del found
         work.require_fit(workspace, room_for(work.device, card_memory))
         return whole_or_undone(partial(work.run, workspace), work.abandon)
+
+
+def _is_on_card(module: torch.nn.Module) -> bool:
+    return any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _check_name_is_free(module: torch.nn.Module, layer: int) -> None:

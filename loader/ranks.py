@@ -128,7 +128,7 @@ def load(
     checkpoints that differ raise :class:`DisagreementError` on all, before any payload is read.
     """
     ranks = Ranks(group, timeout)
-    with memory.nothing_kept():
+    with memory.nothing_kept(on_card=str(device).startswith("cuda")):
         try:
             return _load(
                 ranks,

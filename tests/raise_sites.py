@@ -51,7 +51,7 @@ VLLM = "vLLM (make test-vllm)"
 #: What only some environment reaches: the beginning of a key, and which one.
 ELSEWHERE: dict[str, str] = {
     "cuda_routes.py: ": A_CARD,
-    "route.py: raise UnsupportedError( \"no such device\", expected=f\"cuda:0": A_CARD,
+    'route.py: raise UnsupportedError( "no such device", expected=f"cuda:0': A_CARD,
     "card: the conversion could not be launched": A_CARD,
     "card: the closing pass could not be launched": A_CARD,
     "card: more rows or experts than one step of these kernels takes": A_CARD,

@@ -16,7 +16,7 @@ from card import CARD, needs_card
 
 from loader import cuda_core, native
 from loader.bank import BankSpec, LayerSpec
-from loader.converter import ConversionCache, LayerBanks
+from loader.converter import LayerBanks, card_cache_bytes
 from loader.cuda_core import CUDA_CORE, CudaError
 from loader.cuda_routes import FAMILIES, _Call
 from loader.pieces import DESCRIPTOR_FIELDS
@@ -200,13 +200,15 @@ def test_more_than_one_step_takes_is_refused() -> None:
 @pytest.mark.parametrize("call", ("write", "finish"))
 def test_a_launch_that_cuda_refuses_is_told(call: str) -> None:
     """A capture that was broken takes no launch any more; the card goes on afterwards."""
+
     def bank(k: int, n: int, projections: int) -> BankSpec:
         dtype = torch.float16
         return BankSpec("e2m1", "wide", 2, k, n, 16, 0, projections, dtype, "multiplier")
 
     spec = spec_of(2) if call == "write" else LayerSpec(bank(64, 64, 2), bank(32, 64, 1))
     tensors = LayerBanks.allocate(spec, CARD, None).tensors
-    cache = ConversionCache(spec, CARD)
+    # Not a conversion cache: PyTorch does not survive the end of its pool after this.
+    state = torch.zeros(card_cache_bytes(spec), dtype=torch.uint8, device=CARD)
     chunk = torch.zeros(1024, dtype=torch.uint8, device=CARD)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -216,12 +218,11 @@ def test_a_launch_that_cuda_refuses_is_told(call: str) -> None:
             stream.synchronize()  # no capture outlives it
         with pytest.raises(CudaError, match="could not be launched"):
             if call == "write":
-                piece = {"rows": HIDDEN, "row_bytes": 16, "cols": 32, "expect_a": -1, "expect_b": -1}
+                piece = {"rows": HIDDEN, "row_bytes": 16, "cols": 32}
                 rows = torch.tensor([[piece.get(name, 0) for name in DESCRIPTOR_FIELDS]])
-                native.write(chunk, rows, tensors, cache.globals, spec.to_ints())
+                native.write(chunk, rows, tensors, state, spec.to_ints())
             else:
-                native.finish(tensors, cache.globals, spec.to_ints())
+                native.finish(tensors, state, spec.to_ints())
         with pytest.raises(RuntimeError):
             graph.capture_end()
     torch.cuda.synchronize()
-    cache.release()

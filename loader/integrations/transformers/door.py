@@ -67,7 +67,10 @@ def from_pretrained(
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.
-    with memory.nothing_kept(), located(path_or_repo, revision) as opened:
+    with (
+        memory.nothing_kept(on_card=str(device).startswith("cuda")),
+        located(path_or_repo, revision) as opened,
+    ):
         make_plan = partial(
             plan_checkpoint,
             shard=Shard(),
