@@ -26,7 +26,7 @@ from loader.converter import (
     guarded,
 )
 from loader.crossover import Crossovers
-from loader.errors import LifecycleError, LoaderError
+from loader.errors import CapacityError, LifecycleError, LoaderError
 from loader.experts import LayerFacts, PreparedExperts
 from loader.layer_plan import layer_spec, require_scales
 from loader.lifecycle import Lifecycle, Observer
@@ -35,6 +35,8 @@ from loader.parameters import Parameters, read_parameters
 from loader.pieces import Pieces, Slice, build_pieces, descriptors_of
 from loader.policy import Policy, ResolvedPolicy
 from loader.reference.routes import least_scratch_bytes
+from loader.rollback import SignalsHeld, ended_once, whole_or_undone
+from loader.room import Room, room_for
 from loader.route import decide, fast_tokens, require_implementation
 from loader.scale_planes import Found, ScalePlanes
 from loader.shard import Shard
@@ -46,6 +48,7 @@ _LOG = logging.getLogger(__name__)
 SUBMODULE = "experts"
 
 
+@ended_once
 def prepare_module(
     module: torch.nn.Module,
     *,
@@ -57,6 +60,7 @@ def prepare_module(
     num_experts: int | None = None,
     workspace: Workspace | None = None,
     empty_cache: bool = True,
+    card_memory: int | None = None,
 ) -> PreparedExperts:
     """Convert the expert parameters of ``module`` and add the result as its submodule ``experts``.
 
@@ -65,23 +69,27 @@ def prepare_module(
     ``quantization_config``. ``shard`` gives the phase of W2 and, with ``num_experts`` (all experts
     of the layer; default: those on the module times ``ep_size``), the global ids. ``workspace`` is
     that of an earlier call, to share one for all layers. ``empty_cache`` returns the sources'
-    memory to the system or driver.
+    memory to the system or driver. ``card_memory`` is the card's budget in bytes, beside the
+    sources that lie there already (None: what is free).
 
-    A failure leaves the source parameters untouched; success removes them. An observer that raises
-    at ``released`` or ``ready`` is reported, but the module stays prepared: the sources are gone.
+    Banks that do not fit beside the sources are refused by a :class:`CapacityError` before anything
+    is allocated. A failure leaves the source parameters untouched; success removes them. An
+    observer that raises at ``released`` or ``ready`` is reported, but the module stays prepared:
+    the sources are gone.
     """
     resolved = (policy or Policy()).resolve()
-    with memory.nothing_kept():
+    with memory.nothing_kept(on_card=empty_cache and _is_on_card(module)):
         _check_name_is_free(module, layer)
         found = read_parameters(module, quantization, layer, shard or Shard())
         facts = _decide(found, layer, shard or Shard(), resolved, num_experts)
         work = _InPlace(module, found, facts, observers, empty_cache)
         del found
-        try:
-            return work.run(workspace)
-        except BaseException:
-            work.abandon()
-            raise
+        work.require_fit(workspace, room_for(work.device, card_memory))
+        return whole_or_undone(partial(work.run, workspace), work.abandon)
+
+
+def _is_on_card(module: torch.nn.Module) -> bool:
+    return any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _check_name_is_free(module: torch.nn.Module, layer: int) -> None:
@@ -152,14 +160,29 @@ class _InPlace:
         self.nbytes = facts.spec.nbytes()
         self.device = found.device
 
+    def require_fit(self, workspace: Workspace | None, room: Room) -> None:
+        """Refuse a workspace of other experts, and what does not fit beside the sources.
+
+        Raises :class:`CapacityError`, saying by how much; nothing was allocated then.
+        """
+        facts = self.facts
+        if workspace is not None:
+            least = least_scratch_bytes(facts.spec)
+            workspace.require(least, facts.expert_ids, facts.experts, facts.layer)
+        needed = self._predicted_peak(workspace is None)
+        if needed > room.nbytes:
+            raise CapacityError(
+                f"the banks do not fit beside their sources: {needed - room.nbytes} bytes too many",
+                layer=facts.layer,
+                expected=f"a need within {room.nbytes} bytes, the {room.limit}",
+                found=f"{needed} bytes on {self.device}",
+            )
+
     def run(self, workspace: Workspace | None) -> PreparedExperts:
         """Convert, take the sources off the module, release, add the result."""
         facts, layer = self.facts, self.facts.layer
         assert self.found is not None
         device = self.device
-        if workspace is not None:
-            least = least_scratch_bytes(facts.spec)
-            workspace.require(least, facts.expert_ids, facts.experts, layer)
         self.lifecycle.enter(layer, "planned", self.found.read_bytes)
         predicted = self._predicted_peak(workspace is None)
         with memory.allocating("the banks", self.nbytes, layer, predicted):
@@ -176,9 +199,10 @@ class _InPlace:
             facts = self._settled(facts, banks, workspace)
         self.prepared = PreparedExperts(facts, banks.tensors, workspace)
         self.lifecycle.enter(layer, "prepared", self.nbytes)
-        # First what may be refused: from here on the module always has the sources or the result.
-        self.module.add_module(SUBMODULE, self.prepared)
-        freed = self._take_sources() + self.cache.release()
+        with SignalsHeld():
+            # First what may be refused: from here on the module has the sources or the result.
+            self.module.add_module(SUBMODULE, self.prepared)
+            freed = self._take_sources() + self.cache.release()
         if self.empty_cache and device.type != "cpu":
             torch.accelerator.empty_cache()
         self.lifecycle.enter(layer, "released", freed)
@@ -190,17 +214,16 @@ class _InPlace:
         facts, on_card = self.facts, self.device.type != "cpu"
         cache = card_cache_bytes(facts.spec) if on_card else cache_bytes(facts.spec)
         workspace = self._scratch_bytes() + 4 * facts.experts if own_workspace else 0
-        return self.nbytes + workspace + cache + self._implementation.temporary_bytes
+        return self.nbytes + workspace + cache + self._code.temporary_bytes
 
     @property
-    def _implementation(self) -> Implementation:
+    def _code(self) -> Implementation:
         return require_implementation(self.device, implementation_for(self.device))
 
     def _scratch_bytes(self) -> int:
         """Scratch of a workspace of this layer's own."""
-        return self._implementation.scratch_bytes(
-            [self.facts.spec], fast_tokens(self.facts.routes), self._top_k
-        )
+        tokens = fast_tokens(self.facts.routes)
+        return self._code.scratch_bytes([self.facts.spec], tokens, self._top_k)
 
     @property
     def _top_k(self) -> int:
@@ -208,7 +231,7 @@ class _InPlace:
         return min(USUAL_TOP_K, self.facts.experts)
 
     def _settled(self, facts: LayerFacts, banks: LayerBanks, workspace: Workspace) -> LayerFacts:
-        crossovers = Crossovers(self._implementation, workspace, self._top_k)
+        crossovers = Crossovers(self._code, workspace, self._top_k)
         return replace(facts, routes=crossovers.settle(facts.routes, facts.spec, banks.tensors))
 
     def _convert(self, converter: LayerConverter) -> None:

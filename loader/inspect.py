@@ -12,7 +12,7 @@ from loader.checkpoint.catalog import REASONS
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.header import DTYPES
-from loader.checkpoint.hub import locate
+from loader.checkpoint.hub import located
 from loader.checkpoint.source import Source
 from loader.errors import LoaderError
 from loader.render import WIDTH
@@ -30,8 +30,7 @@ def inspect(
     A layer that cannot be loaded is listed with its error. Raises :class:`loader.LoaderError` where
     the checkpoint cannot be opened at all.
     """
-    opened = locate(source, revision)
-    try:
+    with located(source, revision) as opened:
         families = FAMILIES if family is None else (family, *FAMILIES)
         checkpoint = open_checkpoint(opened, families)
         catalog = checkpoint.catalog
@@ -53,9 +52,6 @@ def inspect(
                 if code
             },
         }
-    finally:
-        if opened is not source:
-            opened.close()
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ import torch
 
 from loader.core import CORE
 from loader.errors import CapacityError, LoaderError, clear_frames
+from loader.rollback import SignalsHeld
 
 _MAP_AT = 1 << 20
 """Host tensors from this size on get a mapping of their own."""
@@ -148,11 +149,14 @@ def nothing_kept(on_card: bool = False) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def starting_threads() -> Iterator[None]:
-    """Make a thread that cannot be started inside the block a :class:`CapacityError`."""
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread, whole: an interrupt comes before it is there, or when it runs.
+
+    Raises :class:`CapacityError` where that cannot be done.
+    """
     try:
-        yield
+        with SignalsHeld():
+            thread.start()
     except RuntimeError as error:
         raise CapacityError(
             "a thread could not be started",
@@ -248,16 +252,16 @@ class HostPeak:
 
     def stop(self) -> None:
         """End the sampling thread; may be called again, and before the thread was started."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        with SignalsHeld():  # an event that is interrupted while it is set stays locked
+            self._stop.set()
+            if self._thread.is_alive():
+                self._thread.join()
 
     def __enter__(self) -> HostPeak:
         self.sample()
         try:
-            with starting_threads():
-                self._thread.start()
-        except BaseException:  # an interrupt while the thread starts finds it running
+            start_thread(self._thread)
+        except BaseException:  # an interrupt as the thread has started finds it running
             self.stop()
             raise
         return self

@@ -14,7 +14,7 @@ import torch
 from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import open_checkpoint
-from loader.checkpoint.hub import HubSource, locate
+from loader.checkpoint.hub import HubSource, located
 from loader.checkpoint.source import Source
 from loader.converter import ConversionCache, LayerBanks, LayerConverter, guarded
 from loader.crossover import Crossovers, Share
@@ -27,6 +27,7 @@ from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
 from loader.report import LayerMeasured, LoadReport
 from loader.ring import Ring
+from loader.rollback import ended_once, whole_or_undone
 from loader.route import fallbacks
 from loader.scale_planes import ScalePlanes
 from loader.shard import Shard
@@ -89,6 +90,7 @@ def load(
     )
 
 
+@ended_once
 def load_with(
     peers: Peers | None,
     source: str | os.PathLike[str] | Source,
@@ -109,28 +111,27 @@ def load_with(
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.
-    with memory.nothing_kept(on_card=str(device).startswith("cuda")):
-        opened = locate(source, revision)
-        try:
-            # An error keeps this frame, and what has a name in it.
-            @memory.uncollected()
-            def planned() -> Plan:
-                return plan_checkpoint(
-                    open_checkpoint(opened, families),
-                    shard=shard or Shard(),
-                    policy=resolved,
-                    layers=layers,
-                    device=device,
-                    staging_bytes=staging_bytes,
-                    card_memory=card_memory,
-                )
+    with (
+        memory.nothing_kept(on_card=str(device).startswith("cuda")),
+        located(source, revision) as opened,
+    ):
+        # An error keeps this frame, and what has a name in it.
+        @memory.uncollected()
+        def planned() -> Plan:
+            return plan_checkpoint(
+                open_checkpoint(opened, families),
+                shard=shard or Shard(),
+                policy=resolved,
+                layers=layers,
+                device=device,
+                staging_bytes=staging_bytes,
+                card_memory=card_memory,
+            )
 
-            return load_plan(planned(), observers, baseline, began, peers)
-        finally:
-            if opened is not source:
-                opened.close()
+        return load_plan(planned(), observers, baseline, began, peers)
 
 
+@ended_once
 def load_plan(
     plan: Plan,
     observers: Iterable[Observer],
@@ -150,11 +151,7 @@ def load_plan(
         # Only now: what configs and headers are enough to refuse costs no download.
         source.fetch(peers.beat if peers is not None else lambda: None)
     run = _Load(plan, peers, observers, baseline, began)
-    try:
-        return run.run()
-    except BaseException:
-        run.abandon()
-        raise
+    return whole_or_undone(run.run, run.abandon)
 
 
 class _Load:

@@ -18,7 +18,7 @@ from loader import memory
 from loader.checkpoint.catalog import NOT_EXPERT, REASONS
 from loader.checkpoint.family import FAMILIES, Family, layer_of
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
-from loader.checkpoint.hub import locate
+from loader.checkpoint.hub import located
 from loader.checkpoint.source import Source
 from loader.chunks import Chunk
 from loader.converter import cache_bytes, card_cache_bytes
@@ -30,7 +30,7 @@ from loader.pieces import BUFFER_QUANTUM, Places, minimum_staging
 from loader.policy import Policy, ResolvedPolicy
 from loader.render import plan_text
 from loader.ring import KEPT_BYTES, PARTS, RingShape, ring_shape
-from loader.room import Room, room_of
+from loader.room import Room, room_for
 from loader.route import known_device, require_implementation
 from loader.shard import Shard
 
@@ -297,23 +297,16 @@ def plan_cards(
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     chosen = None if layers is None else list(layers)
-    with memory.nothing_kept(), memory.uncollected():
-        opened = locate(source, revision)
-        try:
-            checkpoint = open_checkpoint(opened, families)
-            plans: list[Plan] = []
-            for shard in shards:
-                # What was free before the first plan: our own tables are no part of the question.
-                card = plans[0].room if plans else card_memory
-                plans.append(
-                    plan_checkpoint(
-                        checkpoint, shard, resolved, chosen, device, staging_bytes, card
-                    )
-                )
-            return plans
-        finally:
-            if opened is not source:
-                opened.close()
+    with memory.nothing_kept(), memory.uncollected(), located(source, revision) as opened:
+        checkpoint = open_checkpoint(opened, families)
+        plans: list[Plan] = []
+        for shard in shards:
+            # What was free before the first plan: our own tables are no part of the question.
+            card = plans[0].room if plans else card_memory
+            plans.append(
+                plan_checkpoint(checkpoint, shard, resolved, chosen, device, staging_bytes, card)
+            )
+        return plans
 
 
 def plan_checkpoint(
@@ -337,12 +330,7 @@ def plan_checkpoint(
         )
         for layer in chosen
     )
-    if isinstance(card_memory, Room):
-        room = card_memory
-    elif card_memory is None:
-        room = room_of(device)
-    else:
-        room = Room(card_memory, "budget that was given")
+    room = card_memory if isinstance(card_memory, Room) else room_for(device, card_memory)
     result = Plan(
         checkpoint, device, shard, policy, implementation, planned, skipped, staging_bytes, room
     )

@@ -27,6 +27,7 @@ from loader.plan import DEFAULT_STAGING_BYTES, Plan
 from loader.policy import Policy, ResolvedPolicy
 from loader.render import ranks_text
 from loader.report import LoadReport, MemoryMeasured
+from loader.rollback import ended_once
 from loader.shard import Shard
 from loader.table import merged_layers
 
@@ -98,6 +99,7 @@ def shard_of(rank: int, ranks: int, tp_size: int, ep_size: int = 1) -> Shard:
     return Shard(rank % tp_size, tp_size, rank // tp_size, ep_size)
 
 
+@ended_once
 def load(
     source: str | os.PathLike[str] | Source,
     device: str | torch.device = "cpu",
@@ -126,7 +128,7 @@ def load(
     checkpoints that differ raise :class:`DisagreementError` on all, before any payload is read.
     """
     ranks = Ranks(group, timeout)
-    with memory.nothing_kept():
+    with memory.nothing_kept(on_card=str(device).startswith("cuda")):
         try:
             return _load(
                 ranks,

@@ -47,6 +47,11 @@ def room_of(device: torch.device) -> Room:
     return min(rooms, key=lambda room: room.nbytes)
 
 
+def room_for(device: torch.device, budget: int | None) -> Room:
+    """What a card has left, or the ``budget`` in bytes that a caller gave."""
+    return room_of(device) if budget is None else Room(budget, "budget that was given")
+
+
 def group_rooms(groups_file: Path, mount: Path) -> Iterator[Room]:
     """Room in each control group of the process that has a memory limit, ancestors included.
 

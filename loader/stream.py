@@ -6,7 +6,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from loader.core import DescriptorError
 from loader.errors import CheckpointError, ConversionError, LoaderError
 from loader.pieces import Pieces, descriptors_of
 from loader.plan import Plan
+from loader.reading_thread import ReadingThread
 from loader.ring import Ring
 
 
@@ -102,7 +102,7 @@ class ReadAhead:
         self._source = source
         self._files = files
         self._staging = staging
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="qpn-read")
+        self._thread = ReadingThread()
 
     def stream(self, schedule: Iterator[Scheduled]) -> Iterator[Filled]:
         """Yield filled chunks; a failed read raises when its chunk is due.
@@ -112,11 +112,11 @@ class ReadAhead:
         """
         turn = 0
         current = next(schedule, None)
-        future = self._submit(current, turn)
-        while current is not None and future is not None:
-            seconds = self._result(current.layer, future)
+        self._submit(current, turn)
+        while current is not None:
+            seconds = self._result(current.layer)
             following = next(schedule, None)
-            future = self._submit(following, turn + 1)
+            self._submit(following, turn + 1)
             buffer = self._staging.buffer(turn, current.chunk.buffer_bytes)
             filled = [Filled(current, self._staging.arrived(buffer), seconds)]
             del buffer
@@ -124,15 +124,13 @@ class ReadAhead:
             yield filled.pop()
             current, turn = following, turn + 1
 
-    def _submit(self, item: Scheduled | None, turn: int) -> Future[float] | None:
-        if item is None:
-            return None
-        with memory.starting_threads():
-            return self._executor.submit(self._fill, item.chunk, turn)
+    def _submit(self, item: Scheduled | None, turn: int) -> None:
+        if item is not None:
+            self._thread.begin(partial(self._fill, item.chunk, turn))
 
-    def _result(self, layer: int | None, future: Future[float]) -> float:
+    def _result(self, layer: int | None) -> float:
         try:
-            return future.result()
+            return self._thread.result()
         except LoaderError as error:
             raise error.at(layer=layer) from error.__cause__
 
@@ -156,7 +154,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Wait for a read in flight (it still writes into a buffer) and stop the thread."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
 
 @dataclass(frozen=True, eq=False)

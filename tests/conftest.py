@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("--raise-sites")
     if folder:
-        reached: set[tuple[str, int]] = set()
+        reached = raise_sites.Reached()
         raise_sites.record(reached)
-        config.add_cleanup(lambda: raise_sites.write(reached, Path(folder)))
+        raise_sites.follow_children(Path(folder))
+        config.add_cleanup(lambda: reached.write(Path(folder)))

@@ -19,11 +19,11 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 #: Data flows down this list, and so do imports: a module imports only from modules above it.
 LAYERS = (
-    "errors policy shard table library",
+    "errors rollback policy shard table library",
     "checkpoint",
     "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan",
     "checkpoint.family",
-    "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.source",
+    "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.open_file checkpoint.source",
     "checkpoint.json_file checkpoint.weight_map checkpoint.index",
     "checkpoint.hub_client checkpoint.hub",
     "checkpoint.awq checkpoint.compressed checkpoint.modelopt",
@@ -35,7 +35,8 @@ LAYERS = (
     "card_serving native memory room",
     "pieces chunks spots converter ring",
     "route layer_choice layer_plan render plan report",
-    "scale_planes stream ledger lifecycle workspace crossover verdict banked experts pipeline",
+    "scale_planes reading_thread stream ledger lifecycle workspace crossover verdict banked",
+    "experts pipeline",
     "parameters",
     "inplace",
     "plain linears.plan linears.module linears.load linears",

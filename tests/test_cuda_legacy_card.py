@@ -1,4 +1,4 @@
-"""``legacy`` on a card: the bounds of docs/routes.md in every layout, hard scales, captures, memory."""
+"""``legacy`` on a card: the bounds of docs/routes.md in every layout, scales, captures, memory."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_weights_of_experts_that_are_not_asked_for_may_be_nan() -> None:
 
 def replayed(layer: Bare, given: Given, others: list[Given]) -> list[torch.Tensor]:
     """A graph captured with some inputs, replayed with others."""
-    given = tuple(tensor.clone() for tensor in given)  # type: ignore[assignment]
+    given = tuple(tensor.clone() for tensor in given)  # type: ignore[assignment]  # as many as before
     out = torch.empty_like(given[0])
     scratch = torch.full((layer.scratch_bytes // 4,), float("nan"), device=CARD)
     call = (layer.map_on_card, layer.on_card, layer.spec.to_ints(), [0, 0])

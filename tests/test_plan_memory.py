@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from load_fakes import Allocations, RecordingSource, banks_of, same_bits
 from plan_fakes import small
 
 import loader
+from loader import room
 from loader.errors import CapacityError
 from loader.room import Room
 from loader.testing.checkpoint import TinyCheckpoint
@@ -90,8 +90,7 @@ def test_a_card_that_is_too_small_is_refused_by_load_before_anything_is_read_or_
 def test_without_a_budget_the_free_memory_counts(
     mixed: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = sys.modules["loader.plan"]  # the package's own name `plan` is the function
-    monkeypatch.setattr(module, "room_of", lambda device: Room(12345, "limit of the test"))
+    monkeypatch.setattr(room, "room_of", lambda device: Room(12345, "limit of the test"))
     plan = loader.plan(mixed.folder)
     assert (plan.card_bytes, plan.fits) == (12345, False)
     with pytest.raises(CapacityError, match="limit of the test") as caught:

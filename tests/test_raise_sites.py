@@ -3,36 +3,89 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import raise_sites
 
 from loader import Policy, PolicyError
+from loader.core import raise_native
 from loader.errors import LoaderError
+from loader.structs import Error
 
 
 def test_every_place_is_found_once() -> None:
     found = raise_sites.sites()
-    assert len(found) > 150
-    assert len({(site.file, site.first) for site in found}) == len(found)
-    assert {"policy.py", "checkpoint/header.py", "checkpoint/tables.py"} <= {s.file for s in found}
-    assert all(key in {site.key for site in found} for key in raise_sites.UNREACHED)
+    python = [site for site in found if not site.native]
+    assert len(python) > 250 and len(found) - len(python) > 70
+    assert len({(site.file, site.first) for site in python}) == len(python)
+    assert {"policy.py", "checkpoint/header.py", "checkpoint/tables.py"} <= {s.file for s in python}
+    assert len({site.key for site in found if site.native}) == len(found) - len(python)
+    assert "card: a stream could not wait" in {site.key for site in found}
+    assert "host: a read came up short" in {site.key for site in found}
+
+
+@pytest.mark.parametrize("key", [*raise_sites.ELSEWHERE, *raise_sites.UNREACHED])
+def test_what_is_excused_is_still_there(key: str) -> None:
+    assert any(site.key.startswith(key) for site in raise_sites.sites())
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> raise_sites.Reached:
+    """What is recorded inside a test, and no longer afterwards."""
+    monkeypatch.setattr(LoaderError, "__init__", LoaderError.__init__)
+    monkeypatch.setattr(Error, "what", vars(Error)["what"])
+    reached = raise_sites.Reached()
+    raise_sites.record(reached)
+    return reached
 
 
 def test_what_a_run_reached_is_no_longer_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, recorded: raise_sites.Reached, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(LoaderError, "__init__", LoaderError.__init__)  # put back at the end
-    reached: set[tuple[str, int]] = set()
-    raise_sites.record(reached)
     with pytest.raises(PolicyError):
         Policy(grouped_max_tokens=1)
-    raise_sites.write(reached, tmp_path)
+    recorded.write(tmp_path)
     assert json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert raise_sites.main(tmp_path) == 1
+    assert raise_sites.main([tmp_path]) == 1
     missed = capsys.readouterr().out
     assert (
         missed.count("loader/policy.py")
         == sum(site.file == "policy.py" for site in raise_sites.sites()) - 1
     )
+
+
+def test_a_sentence_counts_where_native_code_said_it(recorded: raise_sites.Reached) -> None:
+    with pytest.raises(ValueError, match="made up"):
+        raise_native(1, Error(subject=-1, what=b"made up by a test"))
+    assert recorded.sentences == {}
+    said = Error(subject=-1)
+    memory = bytearray(b"slot is outside the bank")
+    offset = next(value.offset for name, value in _fields() if name == "what")
+    (raise_sites.ctypes.c_char * 128).from_buffer(said, offset)[: len(memory)] = bytes(memory)
+    with pytest.raises(ValueError, match="slot is outside"):
+        raise_native(1, said)
+    assert recorded.sentences == {"host": {"slot is outside the bank"}}
+
+
+def _fields() -> list[tuple[str, raise_sites.Any]]:
+    class Same(raise_sites.ctypes.Structure):
+        _fields_ = Error._fields_
+
+    return [(name, vars(Same)[name]) for name, _ in Same._fields_]
+
+
+def test_a_process_that_a_test_starts_records_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess.Popen, "__init__", subprocess.Popen.__init__)
+    monkeypatch.setenv(raise_sites.FOLDER, "")
+    raise_sites.follow_children(tmp_path)
+    code = "import loader\ntry: loader.Policy(layout='none')\nexcept loader.PolicyError: pass"
+    root = str(raise_sites.PACKAGE.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": root})
+    reached = raise_sites.Reached()
+    reached.add(next(tmp_path.glob("*.json")))
+    assert "policy.py" in reached.lines

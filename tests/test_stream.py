@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -220,13 +219,13 @@ def test_close_waits_for_the_read_that_still_writes(monkeypatch: pytest.MonkeyPa
     stream = reader.stream(iter([one(0), one(64), one(128)]))
     next(stream)
     assert reading.wait(PATIENCE)
-    shutdown = ThreadPoolExecutor.shutdown
+    join = threading.Thread.join
 
-    def told(pool: ThreadPoolExecutor, **options: bool) -> None:
+    def told(thread: threading.Thread, timeout: float | None = None) -> None:
         closing.set()
-        shutdown(pool, **options)
+        join(thread, timeout)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", told)
+    monkeypatch.setattr(threading.Thread, "join", told)
     reader.close()
     assert [read[1] for read in source.reads] == [0, 64], "what was not begun is not read"
     assert not [t for t in threading.enumerate() if t.name.startswith("qpn-read")]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -56,6 +56,19 @@ def locate(source: str | os.PathLike[str] | Source, revision: str | None = None)
             found=f"revision {shown(revision)!r} of a local source",
         )
     return open_source(source)
+
+
+@contextmanager
+def located(
+    source: str | os.PathLike[str] | Source, revision: str | None = None
+) -> Iterator[Source]:
+    """What :func:`locate` returns; closed after the block where it was opened here."""
+    opened = locate(source, revision)
+    try:
+        yield opened
+    finally:
+        if opened is not source:
+            opened.close()
 
 
 def open_repo(repo: str, revision: str | None = None) -> Source:

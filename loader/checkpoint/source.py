@@ -7,25 +7,24 @@ HTTP ranges can stand where the local folder stands.
 from __future__ import annotations
 
 import os
-import resource
 import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
 from loader.checkpoint.disk import hub_blobs, read_at, regular_files
+from loader.checkpoint.open_file import OpenFile, Use, descriptor_bound
 from loader.checkpoint.wording import shown
 from loader.errors import CheckpointError, LifecycleError, LoaderError
+from loader.rollback import SignalsHeld
 
 LIST_DEPTH = 3  # folders below the checkpoint's own; deeper files can be read but are not listed
-LEAST_DESCRIPTORS = 8
-UNLIMITED_DESCRIPTORS = 1024  # used where the process has no limit of its own
 
+_LOOK_AGAIN_SECONDS = 0.1  # a use that an interrupt cut short ends without a word
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not block
 
 
@@ -138,14 +137,6 @@ def check_name(file: str) -> None:
         )
 
 
-@dataclass
-class _Open:
-    """One open file. ``users`` are the threads of the reads in flight."""
-
-    descriptor: int
-    users: list[int] = field(default_factory=list)
-
-
 class LocalSource:
     """A local folder. Opens read-only and lazily, and keeps few descriptors open.
 
@@ -178,13 +169,15 @@ class LocalSource:
                 found="a file" if exists else "nothing of that name",
             )
         self.folder: Path | None = Path(root)
-        self.max_descriptors = _descriptor_bound() if descriptors is None else descriptors
+        self.max_descriptors = descriptor_bound() if descriptors is None else descriptors
         self._root = root
         self._roots = [root, *hub_blobs(Path(root))]
-        self._open: OrderedDict[str, _Open] = OrderedDict()  # least recently used first
+        self._open: OrderedDict[str, OpenFile] = OrderedDict()  # least recently used first
         self._identities: dict[str, tuple[int, int, int, int]] = {}
-        self._freed = threading.Condition()  # guards the three above; a descriptor came free
         self._closed = False
+        # Guards the three above. Not the condition's own `with`: an interrupt could come within it.
+        self._lock = threading.RLock()
+        self._freed = threading.Condition(self._lock)  # a descriptor came free
 
     def __repr__(self) -> str:
         return f"LocalSource({self.name!r})"
@@ -246,52 +239,55 @@ class LocalSource:
         """
         with self._using(file) as descriptor:
             yield descriptor
+            self._check_open()
             self._check_identity(file, descriptor)
 
     def close(self) -> None:
-        """Closes every descriptor, after the reads in flight have ended; may be called again."""
-        with self._freed:
+        """Closes every descriptor, once no other thread reads from it; may be called again."""
+        own = threading.get_ident()
+        with self._lock:
             self._closed = True
-            own = {threading.get_ident()}  # not in flight: an interrupt can cut a read's leave off
-            while any(set(entry.users) - own for entry in self._open.values()):
-                self._freed.wait()
-            while self._open:
-                os.close(self._open.popitem()[1].descriptor)
+            while any(one.in_use(but=own) for one in self._open.values()):
+                self._freed.wait(_LOOK_AGAIN_SECONDS)
+            with SignalsHeld():
+                while self._open:
+                    self._open.popitem()[1].close()
             self._freed.notify_all()  # those who wait for a descriptor must learn of it
 
     @contextmanager
     def _using(self, file: str) -> Iterator[int]:
         """An open descriptor of ``file`` that is not closed inside the block."""
         check_name(file)
-        with self._freed:
-            entry, thread = self._acquire(file), threading.get_ident()
+        with self._lock:
+            use = self._acquire(file)
         try:
-            self._check_identity(file, entry.descriptor)
-            yield entry.descriptor
+            self._check_identity(file, use.descriptor)
+            yield use.descriptor
         finally:
-            with self._freed:
-                entry.users.remove(thread)
+            use.over = True
+            with self._lock:
                 self._freed.notify_all()
 
-    def _acquire(self, file: str) -> _Open:
+    def _acquire(self, file: str) -> Use:
         while True:
             self._check_open()
-            entry = self._open.get(file)
-            if entry is not None:
+            opened = self._open.get(file)
+            if opened is not None:
                 break
             if len(self._open) < self.max_descriptors or self._close_idle():
-                entry = self._open[file] = _Open(_open_regular(self._path_of(file), file))
+                with SignalsHeld():  # a descriptor that is open has an owner
+                    opened = OpenFile(_open_regular(self._path_of(file), file))
+                    self._open[file] = opened
                 break
-            self._freed.wait()
+            self._freed.wait(_LOOK_AGAIN_SECONDS)
         self._open.move_to_end(file)
-        entry.users.append(threading.get_ident())
-        return entry
+        return opened.use()
 
     def _close_idle(self) -> bool:
-        for file, entry in self._open.items():
-            if not entry.users:
+        for file, opened in self._open.items():
+            if not opened.in_use():
                 del self._open[file]
-                os.close(entry.descriptor)
+                opened.close()
                 return True
         return False
 
@@ -324,12 +320,6 @@ class LocalSource:
                 expected=", ".join(f"{labels[i]} {first[i]}" for i in changed),
                 found=", ".join(f"{labels[i]} {identity[i]}" for i in changed),
             )
-
-
-def _descriptor_bound() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = UNLIMITED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft // 4
-    return max(LEAST_DESCRIPTORS, limit)
 
 
 def _open_regular(path: str, file: str) -> int:

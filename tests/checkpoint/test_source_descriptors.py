@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import loader.checkpoint.source as source_module
+from loader.checkpoint.open_file import OpenFile
 from loader.checkpoint.source import LocalSource, read_bytes
 from loader.errors import CheckpointError, LifecycleError
 
@@ -98,7 +99,7 @@ def test_least_recently_used_makes_room(folder: Path, monkeypatch: pytest.Monkey
 def test_bound_is_a_quarter_of_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, bound in ((1024, 256), (20, 8), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(
-            source_module.resource, "getrlimit", lambda _, soft=soft: (soft, resource.RLIM_INFINITY)
+            resource, "getrlimit", lambda _, soft=soft: (soft, resource.RLIM_INFINITY)
         )
         with LocalSource(folder) as source:
             assert source.max_descriptors == bound
@@ -130,7 +131,7 @@ def test_a_file_that_changes_while_its_descriptor_is_lent_is_refused(folder: Pat
 
 
 def test_threads_share_few_descriptors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_open, real_close = os.open, os.close
+    real_open, real_close = os.open, OpenFile.close
     held: set[int] = set()  # /proc is no snapshot: it would count a closed file with its successor
     most: list[int] = []
 
@@ -140,14 +141,14 @@ def test_threads_share_few_descriptors(folder: Path, monkeypatch: pytest.MonkeyP
         most.append(len(held))
         return descriptor
 
-    def counted_close(descriptor: int) -> None:
-        held.remove(descriptor)
-        real_close(descriptor)
+    def counted_close(self: OpenFile) -> None:
+        held.remove(self.use().descriptor)
+        real_close(self)
 
     contents = {f"f{i}": (folder / f"f{i}").read_bytes() for i in range(10)}
     with LocalSource(folder, descriptors=2) as source, ThreadPoolExecutor(8) as pool:
         monkeypatch.setattr(source_module.os, "open", counted_open)
-        monkeypatch.setattr(source_module.os, "close", counted_close)
+        monkeypatch.setattr(OpenFile, "close", counted_close)
 
         def read(i: int) -> bool:
             name, offset = f"f{i % 10}", i % 700

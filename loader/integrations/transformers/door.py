@@ -14,7 +14,7 @@ import torch
 from loader import memory
 from loader.checkpoint.family import FAMILIES, Family
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
-from loader.checkpoint.hub import locate
+from loader.checkpoint.hub import located
 from loader.checkpoint.json_file import load_json
 from loader.checkpoint.model import CONFIG
 from loader.checkpoint.source import Source
@@ -25,6 +25,7 @@ from loader.integrations.transformers.version import require_version
 from loader.lifecycle import Observer
 from loader.plan import DEFAULT_STAGING_BYTES, Plan, plan_checkpoint
 from loader.policy import Policy
+from loader.rollback import ended_once
 from loader.shard import Shard
 
 _LOG = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ _DTYPES = {
 }
 
 
+@ended_once
 def from_pretrained(
     path_or_repo: str | os.PathLike[str] | Source,
     device: str | torch.device = "cpu",
@@ -65,23 +67,21 @@ def from_pretrained(
     resolved = (policy or Policy()).resolve()
     families = FAMILIES if family is None else (family, *FAMILIES)
     # What an error would keep alive lives in the frames below this one, which are cleared.
-    with memory.nothing_kept():
-        opened = locate(path_or_repo, revision)
-        try:
-            make_plan = partial(
-                plan_checkpoint,
-                shard=Shard(),
-                policy=resolved,
-                layers=None,
-                device=device,
-                staging_bytes=staging_bytes,
-                card_memory=card_memory,
-            )
-            start = partial(ModelLoad, framework=framework, observers=tuple(observers), began=began)
-            model, report = _load(open_checkpoint(opened, families), make_plan, start, dtype)
-        finally:
-            if opened is not path_or_repo:
-                opened.close()
+    with (
+        memory.nothing_kept(on_card=str(device).startswith("cuda")),
+        located(path_or_repo, revision) as opened,
+    ):
+        make_plan = partial(
+            plan_checkpoint,
+            shard=Shard(),
+            policy=resolved,
+            layers=None,
+            device=device,
+            staging_bytes=staging_bytes,
+            card_memory=card_memory,
+        )
+        start = partial(ModelLoad, framework=framework, observers=tuple(observers), began=began)
+        model, report = _load(open_checkpoint(opened, families), make_plan, start, dtype)
     _LOG.info("%s", report.memory_line())
     return (model, report) if output_loading_info else model
 

@@ -1,0 +1,228 @@
+"""What the library for cards refuses before any launch, message by message.
+
+The numbers of a call are checked on the host, so that most of this needs the library and no card;
+the addresses are never followed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from card import CARD, needs_card
+
+from loader import cuda_core, native
+from loader.bank import BankSpec, LayerSpec
+from loader.converter import LayerBanks, card_cache_bytes
+from loader.cuda_core import CUDA_CORE, CudaError
+from loader.cuda_routes import FAMILIES, _Call
+from loader.pieces import DESCRIPTOR_FIELDS
+from loader.structs import FLOATS, Error
+
+pytestmark = pytest.mark.skipif(
+    CUDA_CORE is None, reason=cuda_core.WHY_NO_CUDA_CORE or "native code for cards was not built"
+)
+
+EXPERTS, HIDDEN, WIDTH = 4, 64, 32
+SOMEWHERE = 1 << 20
+"""An address on a boundary of 16 bytes."""
+
+
+def spec_of(experts: int = EXPERTS) -> LayerSpec:
+    def bank(k: int, n: int, projections: int) -> BankSpec:
+        return BankSpec("int4", "compact", experts, k, n, 32, 0, projections, torch.float16)
+
+    return LayerSpec(bank(HIDDEN, 2 * WIDTH, 2), bank(WIDTH, HIDDEN, 1))
+
+
+class Layer:
+    """The numbers, addresses and sizes of a layer, each of which a test may spoil."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        spec = spec_of(experts)
+        self.numbers = spec.to_ints()
+        shapes = [t for bank in spec.banks for t in bank.tensors()]
+        self.addresses = [SOMEWHERE * (n + 1) for n in range(len(shapes))]
+        self.sizes = [torch.Size(t.shape).numel() * t.dtype.itemsize for t in shapes]
+        self.count = len(shapes)
+
+    def arguments(self) -> tuple[Any, ...]:
+        count = len(self.addresses)
+        return (
+            (ctypes.c_int64 * 21)(*self.numbers),
+            (ctypes.c_void_p * count)(*self.addresses),
+            (ctypes.c_int64 * count)(*self.sizes),
+            ctypes.c_int64(self.count),
+        )
+
+
+def call_of(**changes: int) -> _Call:
+    tokens, top_k = 2, 2
+    wanted = {
+        "tokens": tokens,
+        "top_k": top_k,
+        "experts": EXPERTS,
+        "dtype": FLOATS[torch.float16],
+        "weight_dtype": FLOATS[torch.float32],
+        "ids_are_64": 1,
+        "family": FAMILIES.index("m16n8k16"),
+        "in_router_order": 0,
+        "x_bytes": tokens * HIDDEN * 2,
+        "ids_bytes": tokens * top_k * 8,
+        "weights_bytes": tokens * top_k * 4,
+        "expert_map_bytes": EXPERTS * 4,
+        "out_bytes": tokens * HIDDEN * 2,
+        "scratch_bytes": 1 << 30,
+        **dict.fromkeys(("x", "ids", "weights", "expert_map", "out", "scratch"), SOMEWHERE),
+        **changes,
+    }
+    return _Call(**wanted)
+
+
+def moe(layer: Layer, call: _Call) -> None:
+    assert CUDA_CORE is not None
+    error = Error()
+    code = CUDA_CORE.library.qpn_cuda_moe(
+        ctypes.byref(call), *layer.arguments(), None, ctypes.byref(error)
+    )
+    CUDA_CORE.check(code, error)
+
+
+def set_number(index: int, value: int) -> Callable[[Layer], None]:
+    def spoil(layer: Layer) -> None:
+        layer.numbers[index] = value
+
+    return spoil
+
+
+def fewer(layer: Layer) -> None:
+    layer.count -= 1
+
+
+def smaller(layer: Layer) -> None:
+    layer.sizes[4] -= 1
+
+
+def shifted(layer: Layer) -> None:
+    layer.addresses[1] += 8
+
+
+W13, W2 = 1, 11
+"""Where the numbers of a bank begin."""
+
+LAYERS: dict[str, Callable[[Layer], None]] = {
+    "the kernels read int4 and e2m1 banks only": set_number(W13, 2),
+    "the metadata layout is not one that the kernels read": set_number(W2 + 1, 9),
+    "the sizes of a bank are out of range": set_number(W13 + 2, 0),
+    "K of a bank is no multiple of 8": set_number(W13 + 3, 60),
+    "tensors of a bank are missing": fewer,
+    "a tensor of a bank is too small": smaller,
+    "a tensor of a bank is off its boundary of 16 bytes": shifted,
+    "the banks of the layer do not belong together": set_number(W2 + 2, EXPERTS - 1),
+}
+
+
+@pytest.mark.parametrize("message", LAYERS)
+def test_a_layer_that_is_none_is_refused(message: str) -> None:
+    layer = Layer()
+    LAYERS[message](layer)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        moe(layer, call_of())
+
+
+CALLS: dict[str, dict[str, int]] = {
+    "the number of rows is not that of a decode step": {"tokens": 0},
+    "the kernels take fp16 and bf16 activations": {"dtype": FLOATS[torch.float32]},
+    "no such family of kernels": {"family": 7},
+    "the quadpair kernels take fp16 activations only": {
+        "family": FAMILIES.index("quadpair"),
+        "dtype": FLOATS[torch.bfloat16],
+    },
+    "router weights of this dtype are not read": {"weight_dtype": 9},
+    "an input or the output is smaller than its shape": {"ids_bytes": 31},
+    "the scratch is smaller than this many tokens need": {"scratch_bytes": 64},
+    "activations, output or scratch are off their boundary of 16 bytes": {"out": SOMEWHERE + 8},
+}
+
+
+@pytest.mark.parametrize("message", CALLS)
+def test_a_step_that_does_not_fit_is_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        moe(Layer(), call_of(**CALLS[message]))
+
+
+@pytest.mark.parametrize(
+    ("message", "tiles", "out_bytes"),
+    [
+        ("there are no such tiles", (1, 3), 1 << 20),
+        ("there are no such tiles", (-1, 1), 1 << 20),
+        ("the output is too small or off its boundary of 16 bytes", (0, 1), 32 * HIDDEN * 4 - 1),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(
+    message: str, tiles: tuple[int, int], out_bytes: int
+) -> None:
+    assert CUDA_CORE is not None
+    error = Error()
+    code = CUDA_CORE.library.qpn_cuda_dequantize(
+        ctypes.c_int(0),
+        ctypes.c_int64(0),
+        ctypes.c_int64(tiles[0]),
+        ctypes.c_int64(tiles[1]),
+        ctypes.c_int(0),
+        ctypes.c_void_p(SOMEWHERE),
+        ctypes.c_int64(out_bytes),
+        *Layer().arguments(),
+        None,
+        ctypes.byref(error),
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        CUDA_CORE.check(code, error)
+
+
+def on_card(test):  # type: ignore[no-untyped-def]
+    for mark in needs_card():
+        test = mark(test)
+    return test
+
+
+@on_card
+def test_more_than_one_step_takes_is_refused() -> None:
+    """Compaction counts every expert in one block's shared memory."""
+    with pytest.raises(ValueError, match="more rows or experts than one step"):
+        moe(Layer(experts=100_000), call_of(experts=EXPERTS))
+
+
+@on_card
+@pytest.mark.parametrize("call", ("write", "finish"))
+def test_a_launch_that_cuda_refuses_is_told(call: str) -> None:
+    """A capture that was broken takes no launch any more; the card goes on afterwards."""
+
+    def bank(k: int, n: int, projections: int) -> BankSpec:
+        dtype = torch.float16
+        return BankSpec("e2m1", "wide", 2, k, n, 16, 0, projections, dtype, "multiplier")
+
+    spec = spec_of(2) if call == "write" else LayerSpec(bank(64, 64, 2), bank(32, 64, 1))
+    tensors = LayerBanks.allocate(spec, CARD, None).tensors
+    # Not a conversion cache: PyTorch does not survive the end of its pool after this.
+    state = torch.zeros(card_cache_bytes(spec), dtype=torch.uint8, device=CARD)
+    chunk = torch.zeros(1024, dtype=torch.uint8, device=CARD)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        with pytest.raises(RuntimeError):
+            stream.synchronize()  # no capture outlives it
+        with pytest.raises(CudaError, match="could not be launched"):
+            if call == "write":
+                piece = {"rows": HIDDEN, "row_bytes": 16, "cols": 32}
+                rows = torch.tensor([[piece.get(name, 0) for name in DESCRIPTOR_FIELDS]])
+                native.write(chunk, rows, tensors, state, spec.to_ints())
+            else:
+                native.finish(tensors, state, spec.to_ints())
+        with pytest.raises(RuntimeError):
+            graph.capture_end()
+    torch.cuda.synchronize()
