@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +288,9 @@ def test_a_file_written_during_the_read_is_refused(
 
 
 class Struck:
-    """A condition at whose numbered call, entering or leaving its block, an interrupt strikes."""
+    """A lock at whose numbered call, entering or leaving its block, an interrupt strikes."""
 
-    def __init__(self, inner: threading.Condition, strike: int) -> None:
+    def __init__(self, inner: AbstractContextManager[bool], strike: int) -> None:
         self._inner = inner
         self._left = strike
 
@@ -306,13 +307,6 @@ class Struck:
         if self._left == 0:
             raise KeyboardInterrupt
 
-    def wait(self) -> bool:
-        assert self._inner.wait(timeout=30), "waits for a read that is no longer in flight"
-        return True
-
-    def notify_all(self) -> None:
-        self._inner.notify_all()
-
 
 @pytest.mark.parametrize("strike", [2, 3])
 def test_a_read_that_an_interrupt_cut_off_does_not_hold_up_the_close(
@@ -320,7 +314,7 @@ def test_a_read_that_an_interrupt_cut_off_does_not_hold_up_the_close(
 ) -> None:
     """The interrupt strikes where the read has just begun, or where it is to end."""
     source = LocalSource(folder)
-    monkeypatch.setattr(source, "_freed", Struck(source._freed, strike))
+    monkeypatch.setattr(source, "_lock", Struck(source._lock, strike))
     with pytest.raises(KeyboardInterrupt):
         read_bytes(source, "f0", 0, 5)
     source.close()
