@@ -39,6 +39,7 @@ def card_implementation(
         moe=kernels.moe,
         scratch_bytes=kernels.scratch_bytes,
         threads=usable_cores(),
+        fp32_scales=True,
         row_multiple=ROW_MULTIPLE,
         card=core,
     ), ""

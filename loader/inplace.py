@@ -264,7 +264,7 @@ class _InPlace:
             self.lifecycle.enter(layer, "reading", consumed)
         self.lifecycle.enter(layer, "converting")
         closing = guarded(layer, converter.finish)
-        judge.after_layer(closing, guarded(layer, converter.spots), lambda: pieces)
+        judge.after_layer(closing, guarded(layer, planes.spots), lambda: pieces)
         memory.merge_pages(converter.banks.tensors)
 
     def _take_sources(self) -> int:

@@ -284,7 +284,7 @@ class _Load:
             self.lifecycle.enter(number, "reading", consumed)
         self.lifecycle.enter(number, "converting", 0)
         started = time.perf_counter()
-        found = guarded(number, converter.finish), guarded(number, converter.spots)
+        found = guarded(number, converter.finish), guarded(number, planes.spots)
         self.nonfinite += judge.after_layer(*found, layer.pieces)
         measured.convert_seconds += time.perf_counter() - started
 

@@ -4,6 +4,9 @@ Only the payload tells which 16-bit format holds every scale of a bank. A bank b
 the first scale that fp16 does not hold exactly, its plane is rewritten as bf16 in place, which is
 exact as long as bf16 holds all that came before, and the chunk at hand is converted once more.
 Where neither format holds them all, that is an error. No plane is held twice, none is widened.
+
+A card does the same where the bytes are (``csrc/device/formats.cuh``), without asking the host;
+what its banks became is read with the rest of what it counted, once for each layer.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ import torch
 from loader.converter import LayerConverter
 from loader.pieces import Pieces
 from loader.reference.findings import Kind
+from loader.spots import counts_of
 
 Found = tuple[torch.Tensor, Pieces]
 """Findings of one call, and the pieces whose indices they count."""
+
+_INEXACT = (Kind.NOT_FP16, Kind.NOT_BF16)
 
 
 class ScalePlanes:
@@ -37,7 +43,7 @@ class ScalePlanes:
         found = convert()
         if not any(len(findings) for findings, _ in found):
             return found
-        inexact = {kind: self._banks_with(kind, found) for kind in (Kind.NOT_FP16, Kind.NOT_BF16)}
+        inexact = {kind: self._banks_with(kind, found) for kind in _INEXACT}
         turned = False
         for bank in (0, 1):
             self._only_fp16[bank] |= inexact[Kind.NOT_BF16][bank]
@@ -48,6 +54,28 @@ class ScalePlanes:
         if turned:
             found = convert()
         return [(self._faults(findings, pieces), pieces) for findings, pieces in found]
+
+    def spots(self) -> torch.Tensor | None:
+        """What a card counted in the whole layer, whose banks get their formats from it here.
+
+        Returns the table of ``loader/spots.py`` without what is no fault; None for nothing found,
+        and on the host.
+        """
+        table = self._converter.spots()
+        if table is None:
+            return None
+        experts = self._converter.banks.spec.w2.experts
+        for bank in (0, 1):
+            inexact = [counts_of(table, kind, bank, experts) for kind in _INEXACT]
+            not_fp16, not_bf16 = (int(counts.sum()) for counts in inexact)
+            if not_fp16 and not not_bf16:
+                _call_it_bf16(self._converter, bank)
+            # Where neither holds them all, the fewer values are the ones to name.
+            kept = 0 if not_fp16 <= not_bf16 else 1
+            inexact[1 - kept].zero_()
+            if not (not_fp16 and not_bf16):
+                inexact[kept].zero_()
+        return table
 
     def _is_bf16(self, bank: int) -> bool:
         return self._converter.banks.spec.banks[bank].scale_dtype == torch.bfloat16
@@ -64,7 +92,7 @@ class ScalePlanes:
     def _faults(self, findings: torch.Tensor, pieces: Pieces) -> torch.Tensor:
         """Without what the other format does not hold: that is no fault of this one."""
         kept = [
-            kind not in (Kind.NOT_FP16, Kind.NOT_BF16)
+            kind not in _INEXACT
             or (kind == Kind.NOT_BF16) == self._is_bf16(int(pieces[subject]["bank"]))
             for subject, kind in findings[:, :2].tolist()
         ]
@@ -77,15 +105,25 @@ class ScalePlanes:
 
 def _turn_to_bf16(converter: LayerConverter, bank: int) -> None:
     """Rewrite the scale plane of one bank in place, an expert at a time."""
-    banks = converter.banks
-    spec = banks.spec.banks[bank]
-    at = [tensor.name for tensor in spec.tensors()].index("scales")
-    at += len(banks.spec.w13.tensors()) * bank
-    old = banks.tensors[at]
-    new = old.view(torch.bfloat16)
-    for slot in range(spec.experts):
+    old = converter.banks.tensors[_place(converter, bank)]
+    _call_it_bf16(converter, bank)
+    new = converter.banks.tensors[_place(converter, bank)]
+    for slot in range(len(old)):
         new[slot] = old[slot].float().to(torch.bfloat16)
-    banks.tensors[at] = new
-    changed = replace(spec, scale_dtype=torch.bfloat16)
+
+
+def _call_it_bf16(converter: LayerConverter, bank: int) -> None:
+    """Take the bytes of a scale plane for bf16 from now on."""
+    banks = converter.banks
+    at = _place(converter, bank)
+    banks.tensors[at] = banks.tensors[at].view(torch.bfloat16)
+    changed = replace(banks.spec.banks[bank], scale_dtype=torch.bfloat16)
     both = (banks.spec.w13, changed) if bank else (changed, banks.spec.w2)
     converter.reshape(replace(banks.spec, w13=both[0], w2=both[1]))
+
+
+def _place(converter: LayerConverter, bank: int) -> int:
+    """Where the scale plane of a bank stands among the tensors of the layer."""
+    spec = converter.banks.spec
+    at = [tensor.name for tensor in spec.banks[bank].tensors()].index("scales")
+    return at + len(spec.w13.tensors()) * bank

@@ -23,18 +23,21 @@ SPOT = np.dtype(
         ("reserved", np.int32),
     ]
 )
-"""``Spot`` of ``csrc/device/convert.cuh``."""
+"""``Spot`` of ``csrc/device/spots.cuh``."""
 
 _PROJECTIONS = 3
-_OF_PIECES = 6 * _PROJECTIONS  # kinds up to NOT_HELD: a card takes no scales of 32 bits
+_OF_PIECES = len(Kind) * _PROJECTIONS
+_WIDE = (Role.SCALES_GN32, Role.SCALES_NG32)
 
 _ROLES = {
-    Kind.NONFINITE: (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8),
+    Kind.NONFINITE: (Role.SCALES_GN, Role.SCALES_NG, Role.SCALES_NG8, *_WIDE),
     Kind.GLOBAL: (Role.GLOBAL_F32, Role.GLOBAL_BF16),
     Kind.ZERO_POINT: (Role.ZEROS_GN, Role.ZEROS_NG),
     Kind.SHAPE: (Role.CHECK_SHAPE,),
     Kind.GROUPS: (Role.CHECK_GROUPS,),
-    Kind.NOT_HELD: (Role.SCALES_GN, Role.SCALES_NG),
+    Kind.NOT_HELD: (Role.SCALES_GN, Role.SCALES_NG, *_WIDE),
+    Kind.NOT_FP16: _WIDE,
+    Kind.NOT_BF16: _WIDE,
 }
 """Which pieces can have a finding of a kind."""
 
@@ -42,6 +45,16 @@ _ROLES = {
 def spots_bytes(experts: int) -> int:
     """Bytes of the table of one layer."""
     return (1 + (_OF_PIECES + 2) * experts) * SPOT.itemsize
+
+
+def counts_of(table: torch.Tensor, kind: Kind, bank: int, experts: int) -> torch.Tensor:
+    """How many values of a kind each expert of a bank has in the table: a view to read and clear.
+
+    int64, (projections of the bank, experts).
+    """
+    counts = table.view(torch.int64)[SPOT.itemsize // 8 :: SPOT.itemsize // 8]
+    of_kind = counts[kind * _PROJECTIONS * experts :][: _PROJECTIONS * experts].view(-1, experts)
+    return of_kind[2:] if bank else of_kind[:2]
 
 
 def findings_of_spots(

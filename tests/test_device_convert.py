@@ -1,7 +1,7 @@
 """The device converter, compiled by g++, against the reference: equal bits, equal findings.
 
-``csrc/device/convert.cuh`` is index maths: what holds here holds on a card but for races, and
-units of work run here in a shuffled order.
+``csrc/device/convert.cuh`` and what it includes is index maths: what holds here holds on a card but
+for races, and units of work run here in a shuffled order.
 """
 
 from __future__ import annotations

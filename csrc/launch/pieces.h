@@ -8,15 +8,15 @@
 
 namespace qpn {
 
-// A layer on a card, and the spots that count what is wrong in it.
+// A layer on a card, and the table that counts what is wrong in it.
 struct Card {
     Layer layer;
-    Spot* spots;
+    Tally* tally;
 };
 
 constexpr int kLayerNumbers = 21;  // LayerSpec.to_ints of loader/bank.py
 
-// `state` holds the spots, then the globals that wait for the closing pass.
+// `state` holds the table, then the globals that wait for the closing pass.
 inline int read_card(const int64_t* numbers, void* const* tensors, const int64_t* bytes,
                      int64_t count, uint8_t* state, int64_t state_bytes, Card& card, Error* error) {
     Layer& layer = card.layer;
@@ -42,12 +42,12 @@ inline int read_card(const int64_t* numbers, void* const* tensors, const int64_t
             if (reinterpret_cast<uintptr_t>(bank.tensor[t]) % 8)
                 return refuse("a bank tensor does not start on an 8-byte boundary", -1, error);
     const int64_t experts = layer.bank[1].experts;  // W2 is always there
-    const int64_t used = spots_of(experts) * static_cast<int64_t>(sizeof(Spot));
+    const int64_t used = tally_bytes(experts);
     const bool waits = layer.bank[1].kind == kE2m1 && layer.bank[1].layout == kWide;
     if (state == nullptr || reinterpret_cast<uintptr_t>(state) % 8 ||
         state_bytes < used + (waits ? experts * 12 : 0))
         return refuse("the conversion cache is smaller than the layer needs", -1, error);
-    card.spots = reinterpret_cast<Spot*>(state);
+    card.tally = reinterpret_cast<Tally*>(state);
     layer.cache = reinterpret_cast<float*>(state + used);
     layer.cache_bytes = state_bytes - used;
     return kDone;
@@ -57,7 +57,6 @@ inline int to_piece(const Descriptor& from, int64_t subject, const Layer& layer,
                     Piece& piece, Error* error) {
     const std::string wrong = check_descriptor(from, layer, chunk_bytes);
     if (!wrong.empty()) return refuse(wrong.c_str(), subject, error);
-    if (from.role > kPlainNk) return refuse("a card does not convert this role", subject, error);
     constexpr int64_t most = INT32_MAX;
     if (from.rows > most || from.cols > most) return refuse("a piece is too large", subject, error);
     if (from.expect_a > most || from.expect_b > most || from.expect_a < -1 || from.expect_b < -1)

@@ -3,6 +3,7 @@
 #define QPN_ARCHITECTURES "90"
 #include "../../csrc/launch/api.cu"
 #include "../../csrc/launch/ring.cu"
+#include "formats_host.h"
 
 namespace qpn {
 
@@ -13,8 +14,9 @@ int write(const Card& card, const uint8_t* chunk, int64_t bytes, const Descripto
         if (const int code = to_piece(table[i], i, card.layer, bytes, pieces[static_cast<size_t>(i)], error))
             return code;
     fake_stream(stream).enqueue([=] {
+        settle_formats(card, pieces, chunk);
         for (const Piece& piece : pieces) {
-            const Job job{piece, chunk + piece.offset, card.layer, card.spots};
+            const Job job{piece, chunk + piece.offset, card.layer, card.tally};
             for (int64_t unit = 0; unit < units_of(piece); ++unit)
                 convert_unit(job, static_cast<uint32_t>(unit));
         }
@@ -28,7 +30,7 @@ int finish(const Card& card, cudaStream_t stream, Error*) {
             const Bank& bank = card.layer.bank[number];
             if (!closes(card.layer, bank)) continue;
             for (int64_t unit = 0; unit < bank.experts * bank.groups() * bank.n; ++unit)
-                close_unit(card.layer, number, unit, card.spots);
+                close_unit(card.layer, number, unit, card.tally);
         }
     });
     return kDone;
