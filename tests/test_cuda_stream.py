@@ -98,6 +98,36 @@ def test_odd_sizes_and_excluded_layers(tmp_path: Path) -> None:
     assert_same_as_on_the_host(made.folder)
 
 
+@pytest.mark.parametrize("only", ("fp16", "bf16", "neither"))
+@pytest.mark.parametrize("dialect", ("awq-gemm", "ct-int4-asym"))
+def test_scales_of_32_bits(tmp_path: Path, dialect: str, only: str) -> None:
+    made = tiny_checkpoint(
+        tmp_path, dialect=dialect, scale_dtype="F32", hidden=1024, intermediate=512, group=16,
+        experts=6, layers=2, attention=False,
+    )  # fmt: skip
+
+    def edit(scales: Any) -> None:
+        scales.view("uint32")[...] &= 0xFFFF0000
+        if only != "bf16":
+            scales[1, 2] = 1 + 2**-10
+        if only != "fp16":
+            scales[-1, -1] = 2.0**17
+
+    for layer in range(made.layers):
+        for expert in range(made.experts):
+            for projection in ("gate", "up", "down"):
+                edit_tensor(tmp_path, made.name(layer, expert, projection, made.writer.scale), edit)
+    if only == "neither":
+        for device in ("cpu", CARD):
+            with pytest.raises(ConversionError, match="neither 16-bit format"):
+                loader.load(tmp_path, device)
+        return
+    for staging in (1 * MIB, DEFAULT_STAGING_BYTES):
+        assert_same_as_on_the_host(tmp_path, staging_bytes=staging)
+    wanted = torch.bfloat16 if only == "bf16" else torch.float16
+    assert loader.load(tmp_path, CARD)[1].spec.w2.scale_dtype == wanted
+
+
 @pytest.mark.parametrize("dialect", ("awq-gemm", "ct-nvfp4"))
 def test_a_source_that_lends_no_descriptor(tmp_path: Path, dialect: str) -> None:
     made = tiny_checkpoint(tmp_path, dialect=dialect, hidden=256, intermediate=192, experts=4)

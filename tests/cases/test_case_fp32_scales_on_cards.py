@@ -17,6 +17,7 @@ from host_card import COMPILER, build, host_as_card
 from test_case_fp32_scales import fp32_scales
 
 import loader
+from loader.checkpoint.scheme import Role
 from loader.cuda_core import CudaCore
 from loader.errors import ConversionError
 from loader.reference.findings import Kind
@@ -123,6 +124,32 @@ def test_one_scale_beyond_both_formats_is_named_as_on_the_host(
     edit_tensor(tmp_path, checkpoint.name(0, 3, "down", part), edit)
     mine, wanted = messages(core, tmp_path)
     assert str(mine) == str(wanted)
+
+
+@pytest.mark.parametrize("dialect", ("awq-gemm", "ct-int4-asym"))
+def test_tensors_that_are_read_in_parts(tmp_path: Path, core: CudaCore, dialect: str) -> None:
+    made = tiny_checkpoint(
+        tmp_path, dialect=dialect, scale_dtype="F32", hidden=1024, intermediate=512, group=16,
+        experts=2, layers=1, attention=False,
+    )  # fmt: skip
+    fp32_scales(tmp_path, made, "bf16")
+    plan = loader.plan(tmp_path, staging_bytes=LITTLE)
+    wide = [Role.SCALES_GN32, Role.SCALES_NG32]
+    parts = [
+        piece
+        for chunk in plan.chunks(plan.layers[0])
+        for piece in chunk.pieces[np.isin(chunk.pieces["role"], wide)]
+    ]
+    assert any(piece["dest_row"] for piece in parts)
+    assert_same(on_card(core, tmp_path, staging_bytes=LITTLE), loader.load(tmp_path))
+
+    def edit(array: np.ndarray) -> None:
+        array[-3, -5] = np.float32(1 + 2**-20)
+
+    edit_tensor(tmp_path, made.name(0, 1, "gate", made.writer.scale), edit)
+    mine, _ = messages(core, tmp_path)
+    group, column = (61, 507) if dialect == "awq-gemm" else (59, 509)
+    assert f"found 1 at [{group}, {column}] (group, column), 1 such values" in str(mine)
 
 
 def test_nonfinite_scales(tmp_path: Path, core: CudaCore) -> None:
