@@ -8,6 +8,7 @@ import torch
 
 from loader.card import CardFacts, card_facts
 from loader.cuda_core import CUDA_CORE, WHY_NO_CUDA_CORE, CudaCore, index_of
+from loader.cuda_linears import CudaLinears
 from loader.cuda_routes import ROW_MULTIPLE, CudaRoutes
 from loader.implementation import Implementation
 from loader.library import usable_cores
@@ -25,6 +26,7 @@ def card_implementation(
             f"sm_{facts.architecture}"
         )
     kernels = CudaRoutes(core, facts.architecture)
+    linears = CudaLinears(core, facts.architecture, kernels.dtypes)
     return Implementation(
         name=f"cuda sm_{facts.architecture}",
         device_type="cuda",
@@ -38,6 +40,9 @@ def card_implementation(
         finish=core.finish,
         moe=kernels.moe,
         scratch_bytes=kernels.scratch_bytes,
+        linear=linears.linear,
+        linear_scratch_bytes=linears.scratch_bytes,
+        dequantize=core.dequantize,
         threads=usable_cores(),
         fp32_scales=True,
         row_multiple=ROW_MULTIPLE,

@@ -16,10 +16,11 @@ import torch
 from loader.core import NativeLayer, raise_native
 from loader.errors import LoaderError
 from loader.reference.findings import none
-from loader.structs import Error
+from loader.structs import Error, require_interface
 
 LIBRARY = "_cuda.so"
-_LAYER_NUMBERS = 21
+_INTERFACE = 1
+"""``qpn_interface`` of csrc/launch/api.cu: a library of other sources is not called."""
 _FAILED_CUDA = 4
 
 
@@ -32,10 +33,9 @@ class CudaCore:
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
+        require_interface(self.library, _INTERFACE)
         self.library.qpn_architectures.restype = ctypes.c_char_p
         self.library.qpn_ring_close.restype = None
-        if self.library.qpn_layer_numbers() != _LAYER_NUMBERS:
-            raise OSError("the library was built for another version of the package")
         names = self.library.qpn_architectures().decode().split()
         self.architectures = tuple(int(name) for name in names if not name.endswith("+"))
         self.portable = tuple(int(name[:-1]) for name in names if name.endswith("+"))
@@ -108,6 +108,32 @@ class CudaCore:
         )
         self.check(code, error)
         return none()
+
+    def dequantize(
+        self,
+        out: torch.Tensor,
+        bank: int,
+        slot: int,
+        tiles: tuple[int, int],
+        banks: Sequence[torch.Tensor],
+        spec: list[int],
+    ) -> None:
+        """Weights of tiles [first, last) of one expert into ``out`` fp32 or bf16 (columns, K)."""
+        error = Error()
+        with torch.cuda.device(out.device):
+            code = self.library.qpn_cuda_dequantize(
+                ctypes.c_int(bank),
+                ctypes.c_int64(slot),
+                ctypes.c_int64(tiles[0]),
+                ctypes.c_int64(tiles[1]),
+                ctypes.c_int(out.dtype == torch.bfloat16),
+                ctypes.c_void_p(out.data_ptr()),
+                ctypes.c_int64(out.nbytes),
+                *NativeLayer(spec, banks).arguments(),
+                stream_of(out.device),
+                ctypes.byref(error),
+            )
+        self.check(code, error)
 
     def pin(self, memory: torch.Tensor, device: torch.device) -> None:
         """Pin host memory in place. Raises :class:`CudaError` where that is refused."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from loader import cuda_legacy
+from loader.arguments import BOUNDARY, Arguments
 from loader.bank import LayerSpec, layer_spec_from_ints
 from loader.core import NativeLayer
 from loader.cuda_legacy_calls import LegacyCalls
@@ -202,40 +203,17 @@ def _check(
     banks: Sequence[torch.Tensor],
 ) -> None:
     """Raise :class:`LoaderError` for the first argument that does not fit the layer."""
-    tokens, hidden = x.shape[0], layer.w13.k
+    own = Arguments("layer", x.device)
+    rows = (x.shape[0], layer.w13.k)
     shape = tuple(topk_ids.shape)
-    wanted: tuple[tuple[str, torch.Tensor, tuple[int, ...], tuple[torch.dtype, ...]], ...] = (
-        ("x", x, (tokens, hidden), tuple(FLOATS)[:3]),
-        ("out", out, (tokens, hidden), (x.dtype,)),
-        ("topk_ids", topk_ids, (tokens, *shape[1:2]), (torch.int32, torch.int64)),
-        ("topk_weights", topk_weights, shape, tuple(FLOATS)),
-        ("expert_map", expert_map, (expert_map.numel(),), (torch.int32,)),
-        ("scratch", scratch, (scratch.numel(),), (torch.float32,)),
-    )
-    for name, tensor, sizes, dtypes in wanted:
-        if tuple(tensor.shape) != sizes:
-            _refuse(f"the shape of {name}", sizes, tuple(tensor.shape))
-        if tensor.dtype not in dtypes:
-            _refuse(f"the dtype of {name}", " or ".join(map(str, dtypes)), tensor.dtype)
-        if tensor.device != x.device or tensor.device.type != "cuda":
-            _refuse(f"the device of {name}", "one card for all", tensor.device)
-        if not tensor.is_contiguous():
-            _refuse(f"the strides of {name}", "contiguous", tensor.stride())
-        if name in ("x", "out", "scratch") and tensor.data_ptr() % 16:
-            _refuse(f"the address of {name}", "a multiple of 16", tensor.data_ptr())
+    own.require("x", x, rows, tuple(FLOATS)[:3], BOUNDARY)
+    own.require("out", out, rows, (x.dtype,), BOUNDARY)
+    own.require("topk_ids", topk_ids, (rows[0], *shape[1:2]), (torch.int32, torch.int64))
+    own.require("topk_weights", topk_weights, shape, tuple(FLOATS))
+    own.require("expert_map", expert_map, (expert_map.numel(),), (torch.int32,))
+    own.require("scratch", scratch, (scratch.numel(),), (torch.float32,), BOUNDARY)
     if len(shape) != 2:
-        _refuse("the shape of topk_ids", "(tokens, k)", shape)
-    specs = [tensor for bank in layer.banks for tensor in bank.tensors()]
-    if [(t.shape, t.dtype) for t in specs] != [(tuple(b.shape), b.dtype) for b in banks]:
-        _refuse("the banks", [t.shape for t in specs], [tuple(b.shape) for b in banks])
-    for bank in banks:
-        if bank.device != x.device or not bank.is_contiguous():
-            _refuse("a bank", f"contiguous on {x.device}", f"{bank.stride()} on {bank.device}")
-    first, last = out.data_ptr(), out.data_ptr() + out.nbytes
-    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if tensor.data_ptr() < last and first < tensor.data_ptr() + tensor.nbytes:
-            _refuse("out", f"memory apart from {name}", "an overlap")
-
-
-def _refuse(what: str, expected: object, found: object) -> None:
-    raise LoaderError(f"{what} does not match the layer", expected=expected, found=found)
+        own.refuse("the shape of topk_ids", "(tokens, k)", shape)
+    own.require_banks([tensor for bank in layer.banks for tensor in bank.tensors()], banks)
+    inputs = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    own.require_apart(out, {**inputs, "expert_map": expert_map, "scratch": scratch})

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 
 from loader import memory
+from loader.checkpoint.folder import Checkpoint
 from loader.checkpoint.source import Source
 from loader.chunks import Chunk, Read
 from loader.converter import LayerConverter
-from loader.core import DescriptorError
-from loader.errors import CheckpointError, ConversionError, LoaderError
-from loader.pieces import Pieces, descriptors_of
-from loader.plan import Plan
+from loader.errors import CheckpointError, LoaderError
+from loader.native import Implementation
 from loader.reading_thread import ReadingThread
-from loader.ring import Ring
+from loader.ring import Ring, RingShape
+from loader.scheduled import Found, NameOf, found_by
+from loader.scheduled import Scheduled as Scheduled
 
 
 class Staging:
@@ -52,32 +53,6 @@ class Staging:
         self._table = torch.empty((0, 0), dtype=torch.uint8, device="cpu")
 
 
-class Scheduled(NamedTuple):
-    """One chunk in the order of a load: its layer, and whether it is the layer's last."""
-
-    layer: int | None
-    chunk: Chunk
-    last: bool
-
-
-NameOf = Callable[[int], str]
-"""Name of a source tensor by the row that pieces call it by."""
-
-Found = tuple[torch.Tensor, Pieces]
-"""Findings of one call, and the pieces whose indices they count."""
-
-
-def _found(call: Callable[..., torch.Tensor], pieces: Pieces, name_of: NameOf) -> Found:
-    """One call of the converter; a descriptor that does not fit is named by its tensor."""
-    try:
-        return call(descriptors=torch.from_numpy(descriptors_of(pieces))), pieces
-    except DescriptorError as error:
-        raise ConversionError(
-            f"a piece does not fit its buffers: {error}",
-            tensor=name_of(int(pieces["tensor"][error.subject])),
-        ) from error
-
-
 @dataclass(frozen=True, eq=False)
 class Filled:
     """One chunk whose bytes are in ``data`` (uint8), and the seconds that reading took."""
@@ -89,7 +64,7 @@ class Filled:
     def convert(self, converter: LayerConverter, name_of: NameOf) -> list[Found]:
         """Convert the chunk; findings with the pieces that they count."""
         pieces = self.scheduled.chunk.pieces
-        return [_found(partial(converter.write, self.data), pieces, name_of)]
+        return [found_by(partial(converter.write, self.data), pieces, name_of)]
 
 
 class ReadAhead:
@@ -229,7 +204,7 @@ class DirectReads:
             try:
                 with self._source.descriptor(name) as file:
                     read = partial(converter.read, file, nbytes, buffers=buffers)
-                    done.append(_found(read, own, name_of))
+                    done.append(found_by(read, own, name_of))
             except LoaderError as error:
                 raise error.at(file=name) from error.__cause__
         return done
@@ -258,7 +233,7 @@ class Arriving:
         chunk = self.scheduled.chunk
         data = self.ring.take(self.place, chunk.buffer_bytes, self.files)
         self.opened.close()
-        found = _found(partial(converter.write, data), chunk.pieces, name_of)
+        found = found_by(partial(converter.write, data), chunk.pieces, name_of)
         self.ring.release(self.place)
         return [found]
 
@@ -329,7 +304,26 @@ Reader = ReadAhead | DirectReads | RingReads
 Delivered = Filled | Lent | Arriving
 
 
-def open_staging(plan: Plan) -> Staging | Ring:
+class StagingPlan(Protocol):
+    """What a plan says of its staging: ``loader.plan.Plan``, and that of linears."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def implementation(self) -> Implementation: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def buffers(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+    @property
+    def ring(self) -> RingShape | None: ...
+
+
+def open_staging(plan: StagingPlan) -> Staging | Ring:
     """The staging that a plan says; the caller closes it."""
     core = plan.implementation.card
     if plan.ring is None or core is None:
@@ -337,7 +331,7 @@ def open_staging(plan: Plan) -> Staging | Ring:
     return Ring(core, plan.device, plan.ring)
 
 
-def open_reader(plan: Plan, staging: Staging | Ring) -> Reader:
+def open_reader(plan: StagingPlan, staging: Staging | Ring) -> Reader:
     """What brings the chunks of a plan into its staging; the caller closes it first."""
     source, files = plan.checkpoint.source, plan.checkpoint.catalog.files
     if not plan.direct:

@@ -52,5 +52,24 @@ class Linear(ctypes.Structure):
     ]
 
 
+class CardLinear(ctypes.Structure):
+    """One step of a linear on a card; ``LinearCall`` of csrc/launch/linear.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("tokens", "dtype", "family", "x_bytes", "out_bytes")),
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+    ]
+
+
 FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 """Float of ``csrc/host/activations.h``."""
+
+
+def require_interface(library: ctypes.CDLL, expected: int) -> None:
+    """Raise ``OSError`` for a library that was built from other sources than these."""
+    try:
+        found = int(library.qpn_interface())
+    except AttributeError:  # from before interfaces had numbers
+        found = 0
+    if found != expected:
+        raise OSError(f"it has interface {found}, not {expected}: build the package again")

@@ -92,9 +92,11 @@ def host_as_card(core: CudaCore, patch: pytest.MonkeyPatch) -> Iterator[None]:
         (torch.cuda, "current_stream", lambda device: stream),
     ):
         patch.setattr(module, name, stand_in)
-    patch.setattr("loader.pipeline.ConversionCache", Cache)
+    for module in ("pipeline", "linears.load"):
+        patch.setattr(f"loader.{module}.ConversionCache", Cache)
     made, why = card_serving.card_implementation(CardFacts("the host", 90), core)
     assert made is not None, why
     host = native.REFERENCE
-    with native.serving(replace(made, device_type="cpu", dtypes=host.dtypes)):
+    kernels = {"linear": host.linear, "dequantize": host.dequantize}
+    with native.serving(replace(made, device_type="cpu", dtypes=host.dtypes, **kernels)):
         yield

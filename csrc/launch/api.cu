@@ -32,7 +32,8 @@ int on_card(const OnCard& card, qpn::Error* error) {
 
 }  // namespace
 
-QPN_API int qpn_layer_numbers(void) { return qpn::kLayerNumbers; }
+// Raised with every change of a call, of its structs or of what their numbers mean.
+QPN_API int qpn_interface(void) { return 1; }
 
 // What it was built for: "80 90" are images, "90+" is one that newer cards can translate.
 QPN_API const char* qpn_architectures(void) { return QPN_ARCHITECTURES; }

@@ -1,10 +1,11 @@
 // Banks from the numbers and tensors that operators take.
-#include "moe.h"
+#include "linear.h"
 
 namespace qpn {
 namespace {
 
 constexpr int64_t kNumbersOfBank = 10;
+constexpr int64_t kAbsent = 3;  // KINDS of loader/bank.py: W13 of a linear
 
 int64_t plane_bytes(const Bank& bank, int tensor) {
     const int64_t entries = int64_t(bank.experts) * bank.groups * bank.np();
@@ -63,6 +64,21 @@ const char* read_banks(const int64_t* numbers, void* const* tensors, const int64
         step.w13.k != step.w2.n || step.w13.experts != step.w2.experts ||
         step.w13.kind != step.w2.kind || step.w13.layout != step.w2.layout)
         return "the banks of the layer do not belong together";
+    return nullptr;
+}
+
+bool is_linear(const int64_t* numbers) { return numbers[1] == kAbsent; }
+
+const char* read_linear(const int64_t* numbers, void* const* tensors, const int64_t* bytes,
+                        int64_t count, Step& step, bool& fused) {
+    fused = numbers[0] != 0;
+    int64_t used = 0;
+    if (!is_linear(numbers)) return "the numbers are those of a layer, not of a linear";
+    const char* wrong =
+        read_bank(numbers + 1 + kNumbersOfBank, tensors, bytes, count, used, step.w2);
+    if (wrong != nullptr) return wrong;
+    if (step.w2.projections != 1 || step.w2.experts != 1)
+        return "the bank of a linear has one expert and one projection";
     return nullptr;
 }
 

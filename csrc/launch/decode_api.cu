@@ -1,6 +1,6 @@
 // The C interface of the decode step on a card.
 #include "error.h"
-#include "moe.h"
+#include "linear.h"
 
 #define QPN_API extern "C" __attribute__((visibility("default")))
 
@@ -35,5 +35,18 @@ QPN_API int qpn_cuda_moe(const qpn::MoeCall* call, const int64_t* numbers, void*
     const char* wrong = qpn::read_banks(numbers, tensors, tensor_bytes, tensor_count, step, fused);
     if (wrong == nullptr)
         wrong = qpn::moe(*call, step, fused, static_cast<cudaStream_t>(stream), status);
+    return told(wrong, status, error);
+}
+
+// One linear for so few tokens that its bank is multiplied as it is.
+QPN_API int qpn_cuda_linear(const qpn::LinearCall* call, const int64_t* numbers,
+                            void* const* tensors, const int64_t* tensor_bytes, int64_t tensor_count,
+                            void* stream, qpn::Error* error) {
+    qpn::Step step{};
+    bool fused = false;
+    cudaError_t status = cudaSuccess;
+    const char* wrong = qpn::read_linear(numbers, tensors, tensor_bytes, tensor_count, step, fused);
+    if (wrong == nullptr)
+        wrong = qpn::linear(*call, step, fused, static_cast<cudaStream_t>(stream), status);
     return told(wrong, status, error);
 }

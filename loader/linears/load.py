@@ -13,17 +13,23 @@ import torch
 from loader import memory
 from loader.bank import TILE, initialise, named
 from loader.checkpoint.folder import Checkpoint
-from loader.chunks import build_chunks
-from loader.converter import ConversionCache, LayerBanks, LayerConverter, cache_bytes, guarded
+from loader.converter import (
+    ConversionCache,
+    LayerBanks,
+    LayerConverter,
+    cache_bytes,
+    card_cache_bytes,
+    guarded,
+)
 from loader.errors import ConversionError
 from loader.linears.module import PreparedLinear
 from loader.linears.plan import BANK, RUN_BYTES, LinearPlan
+from loader.linears.staging import stage_linears
 from loader.native import Implementation, implementation_for
-from loader.pieces import BUFFER_QUANTUM, minimum_staging, split_pieces
 from loader.plain import PIECE_BYTES, read_tensor
-from loader.plan import BUFFERS, DEFAULT_STAGING_BYTES
+from loader.plan import DEFAULT_STAGING_BYTES
 from loader.policy import ResolvedPolicy
-from loader.stream import DirectReads, ReadAhead, Scheduled, Staging
+from loader.stream import Scheduled, open_reader, open_staging
 from loader.verdict import Judge
 
 _FP16_MOST = torch.finfo(torch.float16).max
@@ -72,9 +78,10 @@ class LinearLoader:
         self.bytes_read = 0
         self.nonfinite: list[str] = []
         wanted = tuple(plans)
-        self._direct = self._run_code.read is not None and checkpoint.source.lends_descriptors
-        self._limit, self._buffers, self._buffer_bytes = self._ring(wanted, staging_bytes)
-        self.staging_bytes = self._buffers * self._buffer_bytes
+        self._shape = stage_linears(
+            checkpoint, wanted, self._run_device, self._run_code, staging_bytes
+        )
+        self.staging_bytes = self._shape.nbytes
         self.conversion_bytes = self._conversion(wanted)
         self.scratch_bytes = max((plan.scratch_bytes(implementation) for plan in wanted), default=0)
         self.predicted_peak = (
@@ -90,9 +97,8 @@ class LinearLoader:
             # Zeroed so that its pages are there: what is counted as resident is resident.
             shape = (self.scratch_bytes // 4,)
             self.scratch = memory.fresh(shape, torch.float32, self._device).zero_()
-        self._staging = Staging(self._buffers, self._buffer_bytes)
-        source, files = self._checkpoint.source, self._checkpoint.catalog.files
-        self._reader = (DirectReads if self._direct else ReadAhead)(source, files, self._staging)
+        self._staging = open_staging(self._shape)
+        self._reader = open_reader(self._shape, self._staging)
         return self
 
     def _allocating(
@@ -100,28 +106,11 @@ class LinearLoader:
     ) -> AbstractContextManager[None]:
         return memory.allocating(what, nbytes, layer, self.predicted_peak)
 
-    def _ring(self, plans: tuple[LinearPlan, ...], staging_bytes: int) -> tuple[int, int, int]:
-        """Most bytes of a chunk, number of read buffers, bytes of each."""
-        limit = staging_bytes // BUFFERS // BUFFER_QUANTUM * BUFFER_QUANTUM
-        if not plans:
-            return limit, 0, 0
-        least = max(minimum_staging(plan.pieces(), BUFFERS) for plan in plans)
-        if not self._direct:
-            largest = max(
-                chunk.buffer_bytes
-                for plan in plans
-                for chunk in build_chunks(split_pieces(plan.pieces(), limit), limit)
-            )
-            return limit, BUFFERS, largest
-        threads = self._run_code.threads
-        share = min(staging_bytes // threads, self._run_code.buffer_bytes)
-        each = max(least, share) // BUFFER_QUANTUM * BUFFER_QUANTUM
-        return limit, max(1, min(threads, staging_bytes // each)), each
-
     def _conversion(self, plans: tuple[LinearPlan, ...]) -> int:
         """Most that converting one linear takes beside the ring: the temporaries of one run."""
+        on_card = self._run_code.card is not None
         beside = (
-            cache_bytes(plan.spec)
+            (card_cache_bytes if on_card else cache_bytes)(plan.spec)
             + 3 * plan.pieces().nbytes
             + (0 if plan.served == BANK else max(self._run_bytes(run) for run in plan.runs()))
             for plan in plans
@@ -174,7 +163,8 @@ class LinearLoader:
             last = min(first + each, tiles)
             count = min(last * TILE, run.bank.n) - first * TILE
             weights = work[: count * run.k].view(count, run.k)
-            dequantize(weights, 1, 0, (first, last), tensors, spec)
+            call = partial(dequantize, weights, 1, 0, (first, last), tensors, spec)
+            guarded(run.source.source.layer, call)
             weights = weights[: run.n - first * TILE]  # without the pad of an odd N
             if target.dtype == torch.float16 and weights.abs().max() > _FP16_MOST:
                 raise ConversionError(
@@ -227,7 +217,7 @@ class LinearLoader:
         return banks.tensors
 
     def _schedule(self, plan: LinearPlan) -> Iterator[Scheduled]:
-        chunks = build_chunks(split_pieces(plan.pieces(), self._limit), self._limit)
+        chunks = self._shape.chunks(plan)
         for number, chunk in enumerate(chunks, 1):
             yield Scheduled(plan.source.source.layer, chunk, number == len(chunks))
 

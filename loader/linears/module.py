@@ -90,7 +90,7 @@ class PreparedLinear(BankedModule):
             self.refuse("input", "float16, bfloat16 or float32", x.dtype)
         if x.device != device:
             self.refuse("input", f"device {device}", x.device)
-        rows = x.reshape(-1, self.in_features)
+        rows = x.reshape(-1, self.in_features).contiguous()
         out = rows.new_empty((rows.shape[0], self.out_features))
         tensors = self.banks()
         bias = tensors[self._count] if len(tensors) > self._count else None
