@@ -47,6 +47,7 @@ def card_implementation(
         fp32_scales=True,
         row_multiple=ROW_MULTIPLE,
         card=core,
+        architecture=facts.architecture,
     ), ""
 
 

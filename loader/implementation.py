@@ -28,8 +28,8 @@ class Implementation:
     is the scratch that steps of up to so many tokens need. ``linear`` and
     ``linear_scratch_bytes(spec, tokens)`` serve linears from banks, ``dequantize(out, bank, slot,
     tiles, banks, spec)`` gives weights fp32; None where the code has none. ``card`` is the core of
-    a card, which reads files through a ring of its own. ``row_multiple`` divides H and I of what
-    the fast routes take.
+    a card, which reads files through a ring of its own, ``architecture`` the card's (90 is SM 9.0;
+    0 on the host). ``row_multiple`` divides H and I of what the fast routes take.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Implementation:
     buffer_bytes: int = 0
     fp32_scales: bool = False
     card: CudaCore | None = None
+    architecture: int = 0
     row_multiple: int = 1
 
     @property

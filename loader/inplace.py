@@ -127,6 +127,7 @@ def _decide(
         )
     require_scales(found.source, implementation)
     spec, _ = layer_spec(found.source, found.part, policy, found.phase)
+    often = min(USUAL_TOP_K, experts) / experts
     return LayerFacts(
         layer=layer,
         format=found.source.scheme.format,
@@ -135,7 +136,7 @@ def _decide(
         experts=experts,
         shard=shard,
         policy=policy,
-        routes=decide(layer, spec, implementation, policy, found.source.reason),
+        routes=decide(layer, spec, implementation, policy, found.source.reason, often),
     )
 
 

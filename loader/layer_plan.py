@@ -139,7 +139,9 @@ def plan_layer(
     require_scales(source, implementation)
     part = Slice(expert_ids, offset, count)
     spec, reason = layer_spec(source, part, policy)
-    routes = decide(source.layer, spec, implementation, policy, source.reason)
+    routes = decide(
+        source.layer, spec, implementation, policy, source.reason, source.rows_per_token
+    )
     return LayerPlan(source.layer, source, part, spec, reason, routes, places)
 
 

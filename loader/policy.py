@@ -34,8 +34,8 @@ class Policy:
     ``auto`` switch is filled from the environment by :meth:`resolve`.
     ``layout``: a metadata layout by name, over ``compact_metadata``.
     ``awq_rounding``: ``"exact"`` or ``"fused_bias"`` (docs/routes.md).
-    ``grouped_max_tokens``: last token count of ``qpn_grouped``; None means the default of 8,
-    ``"measure"`` asks for a measurement at load.
+    ``grouped_max_tokens``: last token count of ``qpn_grouped``; None means what is known of such a
+    card (``loader/crossover_table.py``), else 8; ``"measure"`` asks for a measurement at load.
     ``nonfinite``: ``"error"``, or ``"warn"`` to keep NaN and Inf scales and list them in the
     report.
 

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from loader.bank import LayerSpec
+from loader.crossover_table import known_crossover
 from loader.errors import PolicyError, UnsupportedError
 from loader.native import Implementation, why_nothing_serves
 from loader.policy import ResolvedPolicy
 
 DEFAULT_GROUPED_MAX_TOKENS = 8
+"""Last token count of ``qpn_grouped`` where neither policy, table nor measurement says."""
+
 MEASURED_GROUPED_MOST = 256
 """Most tokens that a measured crossover can reach: a power of two; scratch is planned for it."""
 
@@ -124,19 +127,21 @@ def decide(
     implementation: Implementation,
     policy: ResolvedPolicy,
     source_reason: str,
+    rows_per_token: float = 1.0,
 ) -> tuple[RouteRange, ...]:
     """Routes of one layer, covering every token count from 1.
 
+    ``rows_per_token``: rows that a token gives an expert on average, top-k over experts.
     Raises :class:`PolicyError` where a switch is ``on`` and the layer or the device lacks a
     capability; nothing has been allocated then.
     """
-    grouped_last = _grouped_last(policy)
+    grouped_last, why = _grouped_last(spec, implementation, policy, rows_per_token)
     ranges = [
         _fast("qpn_m1", 1, 1, layer, spec, implementation, policy),
         _fast("qpn_grouped", 2, grouped_last, layer, spec, implementation, policy),
     ]
-    if policy.policy.grouped_max_tokens == "measure" and ranges[1].route != "legacy":
-        ranges[1] = replace(ranges[1], reason=f"{ranges[1].reason}, crossover measured at load")
+    if why and ranges[1].route != "legacy":
+        ranges[1] = replace(ranges[1], reason=f"{ranges[1].reason}, {why}")
     legacy = f"more than {grouped_last} tokens" if ranges[1].route != "legacy" else "any tokens"
     if spec.w13.kind == "plain":
         legacy = source_reason
@@ -144,11 +149,19 @@ def decide(
     return tuple(ranges)
 
 
-def _grouped_last(policy: ResolvedPolicy) -> int:
+def _grouped_last(
+    spec: LayerSpec, implementation: Implementation, policy: ResolvedPolicy, rows_per_token: float
+) -> tuple[int, str]:
+    """Last token count of ``qpn_grouped``, and why where it is not the default or the policy's."""
     limit = policy.policy.grouped_max_tokens
     if limit == "measure":
-        return MEASURED_GROUPED_MOST
-    return DEFAULT_GROUPED_MAX_TOKENS if limit is None else int(limit)
+        return MEASURED_GROUPED_MOST, "crossover measured at load"
+    if limit is not None:
+        return int(limit), ""
+    known = known_crossover(implementation.architecture, spec.w13.kind)
+    if known is None:
+        return DEFAULT_GROUPED_MAX_TOKENS, ""
+    return known.tokens(rows_per_token), f"crossover as measured on {known.measured_on}"
 
 
 def settle(ranges: Sequence[RouteRange], tokens: int) -> tuple[RouteRange, ...]:

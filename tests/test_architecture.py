@@ -34,7 +34,7 @@ LAYERS = (
     "structs core host card cuda_core arguments cuda_legacy_calls cuda_legacy cuda_routes",
     "cuda_linears implementation card_serving native memory room",
     "pieces chunks spots converter ring",
-    "route layer_choice layer_plan render plan report",
+    "crossover_table route layer_choice layer_plan render plan report",
     "scale_planes scheduled reading_thread stream ledger lifecycle workspace crossover verdict",
     "banked experts pipeline",
     "parameters",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from card import CARD, needs_card
-from fake_card import FakeCore, card
+from fake_card import FakeCore, card, plans_for_a_card
+from host_card import COMPILER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_core import descriptor, small_layer
@@ -86,6 +88,24 @@ def test_a_build_without_code_for_cards_says_why() -> None:
     assert made is None and why == "it was not built"
 
 
+@pytest.mark.parametrize("switch", ("qpn_m1", "qpn_grouped"))
+def test_a_route_that_is_on_and_cannot_run_is_refused_with_the_layer(
+    tmp_path: Path, switch: str
+) -> None:
+    made = tiny_checkpoint(
+        tmp_path, excluded=(1,), hidden=128, intermediate=96, experts=2, group=32
+    )
+    with plans_for_a_card() as device:
+        plan = loader.plan(made.folder, device=device, card_memory=1 << 40)
+        assert {route.route for route in plan.layers[1].routes} == {"legacy"}
+        with pytest.raises(loader.PolicyError) as caught:
+            policy = loader.Policy(**{switch: "on"})
+            loader.plan(made.folder, device=device, policy=policy, card_memory=1 << 40)
+    assert caught.value.layer == 1
+    for words in (f"{switch}=on", "quantized experts", "int4 or e2m1 codes", "not quantized"):
+        assert words in str(caught.value)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_a_machine_without_a_card_refuses_before_anything_is_read(tmp_path: Path) -> None:
     made = tiny_checkpoint(tmp_path, hidden=128, intermediate=96, experts=2, group=32)
@@ -116,6 +136,25 @@ def test_a_library_of_another_version_is_not_used(
     (tmp_path / cuda_core.LIBRARY).unlink()
     core, why = cuda_core.find_cuda_core()
     assert core is None and "needs nvcc" in why
+
+
+@pytest.mark.parametrize("number", (None, 0, 99))
+def test_a_library_with_another_interface_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int | None
+) -> None:
+    if COMPILER is None:
+        pytest.skip("there is no g++ to compile a library with")
+    source = tmp_path / "other.c"
+    source.write_text("" if number is None else f"int qpn_interface(void) {{ return {number}; }}")
+    command = [COMPILER, "-x", "c", "-shared", "-o", str(tmp_path / cuda_core.LIBRARY), str(source)]
+    subprocess.run(command, check=True)
+    monkeypatch.setattr(cuda_core, "__file__", str(tmp_path / "cuda_core.py"))
+    core, why = cuda_core.find_cuda_core()
+    assert core is None
+    assert why == (
+        f"native code for cards cannot be used: it has interface {number or 0}, not "
+        f"{cuda_core._INTERFACE}: build the package again"
+    )
 
 
 @needs_the_library

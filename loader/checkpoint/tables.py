@@ -42,7 +42,8 @@ class LayerSource:
     """One MoE layer on disk: scheme, full geometry, tables, and why it is written so.
 
     A linear outside the experts has this form too (``checkpoint/linears.py``): no routed experts,
-    one projection in the place of W2, and no layer where it belongs to none.
+    one projection in the place of W2, and no layer where it belongs to none. ``top_k`` is the
+    model's, 1 where there is no router.
     """
 
     layer: int | None
@@ -58,6 +59,12 @@ class LayerSource:
     zeros_must_be_eight: bool
     tables: tuple[Table, ...]
     reason: str
+    top_k: int = 1
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows that a token gives each expert on average."""
+        return self.top_k / max(self.experts, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +122,7 @@ class TableReader:
             zeros_must_be_eight=self.scheme.zero_points == "eight",
             tables=tuple(tables),
             reason=reason,
+            top_k=self.model.top_k,
         )
 
     def _complete(
