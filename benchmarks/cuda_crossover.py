@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
@@ -186,7 +186,7 @@ def main() -> None:
         evidence.write(options.json, "crossover", [asdict(one) for one in pairs])
     print(as_text(pairs, facts.name))
     print("\nRows of loader/crossover_table.py:")
-    measured_on = f"{facts.name}, {datetime.now(UTC):%Y-%m-%d}"
+    measured_on = f"{facts.name}, {datetime.now(timezone.utc):%Y-%m-%d}"
     for row in table_rows(pairs, facts.architecture, measured_on):
         print(f"    {row},")
 
