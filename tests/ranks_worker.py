@@ -155,6 +155,27 @@ def agreements(folder: Path) -> Any:
     return found
 
 
+def _group_of_cards(*arguments: Any) -> Any:
+    return dist.ProcessGroupGloo(*arguments)
+
+
+@scenario
+def cards_only(folder: Path) -> Any:
+    """A group that, as with NCCL, takes nothing but tensors on cards: loads, and a failure."""
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        found = {"refused": str(error).partition("\n")[0]}
+    policy = loader.Policy(grouped_max_tokens="measure")
+    call = {"timeout": PATIENCE, "tp_size": 2}
+    found["load"] = outcome(lambda: ranks.load(folder / "awq", policy=policy, **call))
+    part = dist.new_group([0, 1], backend="cards_only")
+    found["group"] = outcome(lambda: ranks.load(folder / "awq", group=part, **call))
+    folder = folder / ("awq" if dist.get_rank() == 0 else "none")
+    found["failed"] = outcome(lambda: ranks.load(folder, **call))
+    return found
+
+
 def _dying(number: int, state: str = "converting") -> Callable[[Path], Any]:
     """The rank that FOLDER/dies names ends by a signal in the middle of its load."""
 
@@ -178,7 +199,9 @@ SCENARIOS["stuck"] = _dying(signal.SIGSTOP)
 def main() -> None:
     name, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    dist.Backend.register_backend("cards_only", _group_of_cards, devices=["cuda"])
+    backend = "cards_only" if name == "cards_only" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
     rank = dist.get_rank()
     found = SCENARIOS[name](folder)
     (folder / f"out.{rank}.json").write_text(json.dumps(found))

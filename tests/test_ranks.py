@@ -157,6 +157,18 @@ def test_a_slow_rank_is_waited_for_as_long_as_it_gets_on(agreed: list[dict[str, 
     assert all(result["slow"]["seconds"] > 1.3 * SHORT for result in agreed)  # its timeout
 
 
+def test_a_group_that_takes_tensors_of_cards_alone_will_do(
+    folder: Path, checkpoints: dict[str, TinyCheckpoint]
+) -> None:
+    """As with NCCL: the ranks speak through the store of the group, and tensors go nowhere."""
+    for rank, found in enumerate(world("cards_only", folder, size=2)):
+        assert "device type cpu" in found["refused"]
+        for name in ("load", "group"):
+            assert found[name]["layers"] == [0, 1], found[name]
+            assert [card["shard"]["tp_rank"] for card in found[name]["cards"]] == [0, 1]
+        assert found["failed"]["error"] == ("RankError" if rank == 0 else "CheckpointError")
+
+
 @pytest.mark.parametrize("dies", [1, 0], ids=["another", "the one that keeps the store"])
 def test_a_killed_rank_ends_all_within_seconds(
     dies: int, folder: Path, checkpoints: dict[str, TinyCheckpoint], tmp_path: Path
