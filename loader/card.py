@@ -27,6 +27,13 @@ class CardFacts:
         """Whether tensor cores take bf16."""
         return self.architecture >= 80
 
+    @property
+    def block_bytes(self) -> int:
+        """Most shared memory that one block can ask for; the least of all for a card not known."""
+        known = {70: 96, 72: 96, 75: 64, 80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}
+        later = 227 if 90 <= self.architecture < 120 else min(known.values())
+        return known.get(self.architecture, later) << 10
+
 
 def card_facts(device: torch.device) -> CardFacts:
     """Facts of an existing card."""

@@ -25,7 +25,7 @@ def card_implementation(
             f"native code was built for {core.images()}, and {facts.name} is "
             f"sm_{facts.architecture}"
         )
-    kernels = CudaRoutes(core, facts.architecture)
+    kernels = CudaRoutes(core, facts)
     linears = CudaLinears(core, facts.architecture, kernels.dtypes)
     return Implementation(
         name=f"cuda sm_{facts.architecture}",
@@ -40,6 +40,7 @@ def card_implementation(
         finish=core.finish,
         moe=kernels.moe,
         scratch_bytes=kernels.scratch_bytes,
+        most_tokens=kernels.most_tokens,
         linear=linears.linear,
         linear_scratch_bytes=linears.scratch_bytes,
         dequantize=core.dequantize,

@@ -14,7 +14,7 @@ import torch
 from loader import native
 from loader.bank import LayerSpec
 from loader.native import Implementation
-from loader.route import MEASURED_GROUPED_MOST, RouteRange, limits, settle
+from loader.route import RouteRange, limits, settle
 from loader.workspace import Workspace
 
 Share = Callable[[int], int]
@@ -44,19 +44,20 @@ class Crossovers:
         self, routes: tuple[RouteRange, ...], spec: LayerSpec, banks: Sequence[torch.Tensor]
     ) -> tuple[RouteRange, ...]:
         """The routes of a finished layer, with the crossover measured in place of the bound."""
-        if not limits(routes)[1]:
+        most = limits(routes)[1]
+        if not most:
             return routes
         if spec not in self._measured:
-            self._measured[spec] = self._share(self._measure(spec, banks))
+            self._measured[spec] = self._share(self._measure(spec, banks, most))
         return settle(routes, self._measured[spec])
 
-    def _measure(self, spec: LayerSpec, banks: Sequence[torch.Tensor]) -> int:
-        """The largest power of two up to the bound at which grouped is not slower; 1 for none.
+    def _measure(self, spec: LayerSpec, banks: Sequence[torch.Tensor], most: int) -> int:
+        """The largest power of two up to ``most`` at which grouped is not slower; 1 for none.
 
         Found by bisection: more tokens favour ``legacy``, which dequantizes an expert once however
         many rows it has.
         """
-        low, high = 0, MEASURED_GROUPED_MOST.bit_length() - 1
+        low, high = 0, most.bit_length() - 1
         while low < high:
             middle = (low + high + 1) // 2
             tokens = 1 << middle

@@ -16,6 +16,7 @@ import torch
 from loader import cuda_legacy
 from loader.arguments import BOUNDARY, Arguments
 from loader.bank import LayerSpec, layer_spec_from_ints
+from loader.card import CardFacts
 from loader.core import NativeLayer
 from loader.cuda_legacy_calls import LegacyCalls
 from loader.errors import LoaderError, UnsupportedError
@@ -79,11 +80,12 @@ class CudaRoutes:
     layouts = ("compact", "record", "wide")
     group_multiple = 16
 
-    def __init__(self, core: _Core, architecture: int) -> None:
+    def __init__(self, core: _Core, facts: CardFacts) -> None:
         self._core = core
-        self.family = family_of(architecture)
+        self._block_bytes = facts.block_bytes
         self._legacy = cuda_legacy.Legacy(LegacyCalls(core))
-        self.dtypes = (torch.float16, torch.bfloat16) if architecture >= 80 else (torch.float16,)
+        self.family = family_of(facts.architecture)
+        self.dtypes = (torch.float16, torch.bfloat16) if facts.has_bf16 else (torch.float16,)
 
     def moe(
         self,
@@ -177,6 +179,24 @@ class CudaRoutes:
         count = self._core.library.qpn_cuda_moe_scratch
         count.restype = ctypes.c_int64
         return int(count(numbers, ctypes.c_int64(tokens), ctypes.c_int64(top_k)))
+
+    def most_tokens(self, layer: LayerSpec, top_k: int) -> int:
+        """Most tokens of one step of the fast routes: a block compacts all rows by itself."""
+        numbers = (ctypes.c_int64 * len(layer.to_ints()))(*layer.to_ints())
+        count = self._core.library.qpn_cuda_moe_most_rows
+        count.restype = ctypes.c_int64
+        rows = [
+            int(
+                count(
+                    numbers,
+                    ctypes.c_int64(FLOATS[dtype]),
+                    ctypes.c_int64(self.family),
+                    ctypes.c_int64(self._block_bytes),
+                )
+            )
+            for dtype in self.dtypes
+        ]
+        return max(min(rows) // top_k, 0)
 
     def scratch_bytes(self, layers: Sequence[LayerSpec], tokens: int, top_k: int) -> int:
         """Scratch that steps of up to ``tokens`` tokens, and ``legacy``, need."""

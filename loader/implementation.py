@@ -25,11 +25,12 @@ class Implementation:
     staging ring and the conversion cache; ``reads_files`` says that it serves ``read``, with
     ``threads`` buffers of ``buffer_bytes`` each. ``fp32_scales`` says that it converts int4 scales
     of 32 bits, and finds which 16-bit format holds them. ``scratch_bytes(layers, tokens, top_k)``
-    is the scratch that steps of up to so many tokens need. ``linear`` and
-    ``linear_scratch_bytes(spec, tokens)`` serve linears from banks, ``dequantize(out, bank, slot,
-    tiles, banks, spec)`` gives weights fp32; None where the code has none. ``card`` is the core of
-    a card, which reads files through a ring of its own, ``architecture`` the card's (90 is SM 9.0;
-    0 on the host). ``row_multiple`` divides H and I of what the fast routes take.
+    is the scratch that steps of up to so many tokens need, ``most_tokens(layer, top_k)`` how many
+    one step of the fast routes takes (None: any). ``linear`` and ``linear_scratch_bytes(spec,
+    tokens)`` serve linears from banks, ``dequantize(out, bank, slot, tiles, banks, spec)`` gives
+    weights fp32; None where the code has none. ``card`` is the core of a card, which reads files
+    through a ring of its own, ``architecture`` the card's (90 is SM 9.0; 0 on the host).
+    ``row_multiple`` divides H and I of what the fast routes take.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Implementation:
     linear: Callable[..., None] | None = None
     linear_scratch_bytes: Callable[[list[int], int], int] | None = None
     dequantize: Callable[..., None] | None = None
+    most_tokens: Callable[[LayerSpec, int], int] | None = None
     read: Callable[..., torch.Tensor] | None = None
     threads: int = 1
     buffer_bytes: int = 0

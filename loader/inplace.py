@@ -37,7 +37,7 @@ from loader.policy import Policy, ResolvedPolicy
 from loader.reference.routes import least_scratch_bytes
 from loader.rollback import SignalsHeld, ended_once, whole_or_undone
 from loader.room import Room, room_for
-from loader.route import decide, fast_tokens, require_implementation
+from loader.route import Router, decide, fast_tokens, require_implementation
 from loader.scale_planes import Found, ScalePlanes
 from loader.shard import Shard
 from loader.verdict import Judge
@@ -127,7 +127,7 @@ def _decide(
         )
     require_scales(found.source, implementation)
     spec, _ = layer_spec(found.source, found.part, policy, found.phase)
-    often = min(USUAL_TOP_K, experts) / experts
+    router = Router(min(USUAL_TOP_K, experts), experts)
     return LayerFacts(
         layer=layer,
         format=found.source.scheme.format,
@@ -136,7 +136,7 @@ def _decide(
         experts=experts,
         shard=shard,
         policy=policy,
-        routes=decide(layer, spec, implementation, policy, found.source.reason, often),
+        routes=decide(layer, spec, implementation, policy, found.source.reason, router),
     )
 
 

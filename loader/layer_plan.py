@@ -15,7 +15,7 @@ from loader.errors import LoaderError, UnsupportedError
 from loader.native import Implementation
 from loader.pieces import Cut, Pieces, Places, Slice, build_pieces, split_pieces
 from loader.policy import ResolvedPolicy
-from loader.route import RouteRange, decide, fast_tokens
+from loader.route import Router, RouteRange, decide, fast_tokens
 from loader.shard import Shard
 
 SCALE_DTYPES = {
@@ -139,9 +139,8 @@ def plan_layer(
     require_scales(source, implementation)
     part = Slice(expert_ids, offset, count)
     spec, reason = layer_spec(source, part, policy)
-    routes = decide(
-        source.layer, spec, implementation, policy, source.reason, source.rows_per_token
-    )
+    router = Router(source.top_k, source.experts)
+    routes = decide(source.layer, spec, implementation, policy, source.reason, router)
     return LayerPlan(source.layer, source, part, spec, reason, routes, places)
 
 

@@ -49,6 +49,23 @@ class RouteRange:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How many experts a token is sent to, of how many."""
+
+    top_k: int
+    experts: int
+
+    @property
+    def rows_per_token(self) -> float:
+        """Rows that a token gives each expert on average."""
+        return self.top_k / self.experts
+
+
+ONE_EXPERT = Router(1, 1)
+"""Of a linear, which gets every token."""
+
+
+@dataclass(frozen=True)
 class Need:
     """One capability that a fast route needs: its name, a test, what it needs, what was found."""
 
@@ -127,19 +144,21 @@ def decide(
     implementation: Implementation,
     policy: ResolvedPolicy,
     source_reason: str,
-    rows_per_token: float = 1.0,
+    router: Router = ONE_EXPERT,
 ) -> tuple[RouteRange, ...]:
     """Routes of one layer, covering every token count from 1.
 
-    ``rows_per_token``: rows that a token gives an expert on average, top-k over experts.
+    ``router`` is that of the layer.
     Raises :class:`PolicyError` where a switch is ``on`` and the layer or the device lacks a
     capability; nothing has been allocated then.
     """
-    grouped_last, why = _grouped_last(spec, implementation, policy, rows_per_token)
+    grouped_last, why = _grouped_last(spec, implementation, policy, router)
     ranges = [
         _fast("qpn_m1", 1, 1, layer, spec, implementation, policy),
         _fast("qpn_grouped", 2, grouped_last, layer, spec, implementation, policy),
     ]
+    if grouped_last < 2:
+        return (ranges[0], RouteRange(2, None, "legacy", implementation.name, why))
     if why and ranges[1].route != "legacy":
         ranges[1] = replace(ranges[1], reason=f"{ranges[1].reason}, {why}")
     legacy = f"more than {grouped_last} tokens" if ranges[1].route != "legacy" else "any tokens"
@@ -150,18 +169,25 @@ def decide(
 
 
 def _grouped_last(
-    spec: LayerSpec, implementation: Implementation, policy: ResolvedPolicy, rows_per_token: float
+    spec: LayerSpec, implementation: Implementation, policy: ResolvedPolicy, router: Router
 ) -> tuple[int, str]:
     """Last token count of ``qpn_grouped``, and why where it is not the default or the policy's."""
     limit = policy.policy.grouped_max_tokens
-    if limit == "measure":
-        return MEASURED_GROUPED_MOST, "crossover measured at load"
-    if limit is not None:
-        return int(limit), ""
     known = known_crossover(implementation.architecture, spec.w13.kind)
-    if known is None:
-        return DEFAULT_GROUPED_MAX_TOKENS, ""
-    return known.tokens(rows_per_token), f"crossover as measured on {known.measured_on}"
+    last, why = DEFAULT_GROUPED_MAX_TOKENS, ""
+    if limit == "measure":
+        last, why = MEASURED_GROUPED_MOST, "crossover measured at load"
+    elif limit is not None:
+        last = int(limit)
+    elif known is not None:
+        last = known.tokens(router.rows_per_token)
+        why = f"crossover as measured on {known.measured_on}"
+    if implementation.most_tokens is None or spec.w13.kind not in implementation.kinds:
+        return last, why
+    most = implementation.most_tokens(spec, router.top_k)
+    if last <= most:
+        return last, why
+    return most, f"at most {most} tokens in one step" + (f", {why}" if why else "")
 
 
 def settle(ranges: Sequence[RouteRange], tokens: int) -> tuple[RouteRange, ...]:

@@ -20,7 +20,10 @@ class FakeCore(CudaCore):
     def __init__(self, *targets: str) -> None:
         self.architectures = tuple(int(t) for t in targets if not t.endswith("+"))
         self.portable = tuple(int(t[:-1]) for t in targets if t.endswith("+"))
-        self.library: Any = SimpleNamespace(qpn_cuda_moe_scratch=lambda *numbers: 4096)
+        self.library: Any = SimpleNamespace(
+            qpn_cuda_moe_scratch=lambda *numbers: 4096,
+            qpn_cuda_moe_most_rows=lambda *numbers: 1 << 16,
+        )
 
 
 def card(architecture: int = 90, *targets: str) -> native.Implementation:

@@ -1,5 +1,6 @@
 // The C interface of the decode step on a card.
 #include "error.h"
+#include "kernels.h"
 #include "linear.h"
 
 #define QPN_API extern "C" __attribute__((visibility("default")))
@@ -15,15 +16,32 @@ int told(const char* wrong, cudaError_t status, qpn::Error* error) {
     return qpn::kFailedCuda;
 }
 
+// The banks of a layer without their tensors; false where the numbers are not those of a layer.
+bool shaped(const int64_t* numbers, qpn::Step& step) {
+    for (qpn::Bank* bank : {&step.w13, &step.w2}) {
+        const int64_t* own = numbers + (bank == &step.w13 ? 1 : 11);
+        bank->kind = int32_t(own[0]);
+        bank->layout = int32_t(own[1]);
+        if (!qpn::shape_bank(*bank, own[2], own[3], own[4], own[5], own[6], own[7])) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
 // Scratch bytes of one step, or -1 where the numbers are not those of a layer.
 QPN_API int64_t qpn_cuda_moe_scratch(const int64_t* numbers, int64_t tokens, int64_t top_k) {
     qpn::Step step{};
-    const int64_t *w13 = numbers + 1, *w2 = numbers + 11;
-    if (!qpn::shape_bank(step.w13, w13[2], w13[3], w13[4], w13[5], w13[6], w13[7])) return -1;
-    if (!qpn::shape_bank(step.w2, w2[2], w2[3], w2[4], w2[5], w2[6], w2[7])) return -1;
-    return qpn::moe_scratch_bytes(step, tokens, top_k);
+    return shaped(numbers, step) ? qpn::moe_scratch_bytes(step, tokens, top_k) : -1;
+}
+
+// Most rows (tokens times top-k) of one step of the fast routes on a card whose blocks have so much
+// shared memory, or -1 where the numbers are not those of a layer.
+QPN_API int64_t qpn_cuda_moe_most_rows(const int64_t* numbers, int64_t dtype, int64_t family,
+                                       int64_t block_bytes) {
+    qpn::Step step{};
+    if (!shaped(numbers, step)) return -1;
+    return qpn::moe_most_rows(step, numbers[0] != 0, dtype, family, block_bytes);
 }
 
 QPN_API int qpn_cuda_moe(const qpn::MoeCall* call, const int64_t* numbers, void* const* tensors,

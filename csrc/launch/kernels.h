@@ -30,4 +30,8 @@ struct OneKernel {
 OneKernel one_half(const Bank& bank, bool first);
 OneKernel one_bf16(const Bank& bank, bool first);
 
+// Most rows of a step that a block of so much shared memory serves; the banks have their shapes.
+int64_t moe_most_rows(const Step& step, bool fused, int64_t dtype, int64_t family,
+                      int64_t block_bytes);
+
 }  // namespace qpn

@@ -61,11 +61,6 @@ class LayerSource:
     reason: str
     top_k: int = 1
 
-    @property
-    def rows_per_token(self) -> float:
-        """Rows that a token gives each expert on average."""
-        return self.top_k / max(self.experts, 1)
-
 
 @dataclass(frozen=True, eq=False)
 class TableReader:

@@ -38,8 +38,10 @@ int finish(const Card& card, cudaStream_t stream, Error*) {
 
 }  // namespace qpn
 
-// Plans ask how much scratch the decode kernels want; nothing here launches them.
+// Plans ask how much scratch the decode kernels want, and how many rows they take; nothing here
+// launches them.
 QPN_API int64_t qpn_cuda_moe_scratch(const int64_t*, int64_t, int64_t) { return 4096; }
+QPN_API int64_t qpn_cuda_moe_most_rows(const int64_t*, int64_t, int64_t, int64_t) { return 1 << 16; }
 
 // What a kernel would do with a chunk: read it, in the order of its stream.
 QPN_API void qpn_test_use(const uint8_t* chunk, uint8_t* to, int64_t bytes) {
