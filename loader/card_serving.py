@@ -12,6 +12,7 @@ from loader.cuda_linears import CudaLinears
 from loader.cuda_routes import ROW_MULTIPLE, CudaRoutes
 from loader.implementation import Implementation
 from loader.library import usable_cores
+from loader.reference import linear as reference_linear
 
 
 def card_implementation(
@@ -43,7 +44,7 @@ def card_implementation(
         most_tokens=kernels.most_tokens,
         linear=linears.linear,
         linear_scratch_bytes=linears.scratch_bytes,
-        dequantize=core.dequantize,
+        dequantize=reference_linear.dequantize,
         threads=usable_cores(),
         fp32_scales=True,
         row_multiple=ROW_MULTIPLE,

@@ -109,32 +109,6 @@ class CudaCore:
         self.check(code, error)
         return none()
 
-    def dequantize(
-        self,
-        out: torch.Tensor,
-        bank: int,
-        slot: int,
-        tiles: tuple[int, int],
-        banks: Sequence[torch.Tensor],
-        spec: list[int],
-    ) -> None:
-        """Weights of tiles [first, last) of one expert into ``out`` fp32 or bf16 (columns, K)."""
-        error = Error()
-        with torch.cuda.device(out.device):
-            code = self.library.qpn_cuda_dequantize(
-                ctypes.c_int(bank),
-                ctypes.c_int64(slot),
-                ctypes.c_int64(tiles[0]),
-                ctypes.c_int64(tiles[1]),
-                ctypes.c_int(out.dtype == torch.bfloat16),
-                ctypes.c_void_p(out.data_ptr()),
-                ctypes.c_int64(out.nbytes),
-                *NativeLayer(spec, banks).arguments(),
-                stream_of(out.device),
-                ctypes.byref(error),
-            )
-        self.check(code, error)
-
     def pin(self, memory: torch.Tensor, device: torch.device) -> None:
         """Pin host memory in place. Raises :class:`CudaError` where that is refused."""
         error = Error()

@@ -1,8 +1,8 @@
 """CUDA linears: the ``linear`` operator served by the kernels of a card.
 
 A linear is one expert: up to the limit of its routes the kernels of W2 multiply its bank as it is,
-in one launch that neither allocates nor waits for the host. Beyond that the bank is dequantized
-into the scratch in runs of columns and multiplied with PyTorch. Both can be captured in a graph.
+in one launch that neither allocates nor waits for the host. Beyond that the bank is unpacked into
+the scratch in runs of columns and multiplied as ``legacy`` does it. A graph can capture both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from loader.arguments import BOUNDARY, Arguments
 from loader.bank import TILE, BankSpec, LayerSpec, Tensors, layer_spec_from_ints
 from loader.core import NativeLayer
 from loader.cuda_core import CudaCore, stream_of
+from loader.cuda_legacy import parts_of
+from loader.cuda_legacy_calls import Chunk, LegacyCalls
 from loader.cuda_routes import family_of
 from loader.errors import UnsupportedError
 from loader.reference import linear as reference_linear
@@ -31,6 +33,7 @@ class CudaLinears:
 
     def __init__(self, core: CudaCore, architecture: int, dtypes: Sequence[torch.dtype]) -> None:
         self._core = core
+        self._calls = LegacyCalls(core)
         self._family = family_of(architecture)
         self._dtypes = tuple(dtypes)
 
@@ -107,28 +110,37 @@ class CudaLinears:
         def product(
             x: torch.Tensor, layer: LayerSpec, bank: BankSpec, tensors: Tensors, slot: int
         ) -> torch.Tensor:
-            # As `legacy` of a layer: bf16 holds the range of every weight, fp16 does not.
-            halved = activations == torch.bfloat16 and layer.awq_rounding == "exact"
-            unpacked = torch.bfloat16 if halved else torch.float32
-            rows, room = x.to(unpacked), scratch.view(unpacked)
-            y = torch.empty((x.shape[0], bank.n), dtype=torch.float32, device=x.device)
+            one = torch.zeros(1, dtype=torch.int64, device=x.device)
+            chunk = Chunk(one, torch.ones(1, dtype=torch.int32, device=x.device))
+            parts = parts_of(LayerSpec(bank, bank, layer.awq_rounding), activations)
+            rows, room = x.to(activations)[None], scratch.view(activations)
+            y = torch.empty((1, len(x), bank.n), dtype=torch.float32, device=x.device)
+            factors = torch.empty((1, bank.n), dtype=torch.float32, device=x.device)
             tiles = bank.n_padded // TILE
-            each = max(room.numel() // (TILE * bank.k), 1)
+            each = room.numel() // (TILE * bank.k * parts)
             for first in range(0, tiles, each):
                 last = min(first + each, tiles)
                 columns = slice(first * TILE, min(last * TILE, bank.n))
-                weights = room[: (columns.stop - columns.start) * bank.k].view(-1, bank.k)
-                self._core.dequantize(weights, 1, slot, (first, last), banks, spec)
-                y[:, columns] = rows @ weights.t()
-            return y
+                shape = (1, parts, columns.stop - columns.start, bank.k)
+                weights = room[: torch.Size(shape).numel()].view(shape)
+                self._calls.unpack(1, weights, factors, chunk, (first, last), banks, spec)
+                some = y if each >= tiles else y.new_empty((1, len(x), shape[2]))
+                self._calls.multiply(rows, weights, some)
+                if some is not y:
+                    y[..., columns] = some
+            return y[0].mul_(factors)
 
         return product
 
     def scratch_bytes(self, spec: list[int], tokens: int) -> int:
-        """Scratch of a linear: what is dequantized at a time; few tokens need none."""
+        """Scratch of a linear: what is unpacked at a time, in 16 bits; few tokens need none."""
         bank = layer_spec_from_ints(spec).w2
-        tile = TILE * bank.k * 4
-        return max(tile, min(WORKSPACE_BYTES // tile * tile, bank.n_padded * bank.k * 4))
+        return max(_least_scratch(bank), min(WORKSPACE_BYTES, bank.n_padded * bank.k * 2))
+
+
+def _least_scratch(bank: BankSpec) -> int:
+    """One tile, whose weights take up to 32 bits each."""
+    return TILE * bank.k * 4
 
 
 def _check(
@@ -151,7 +163,7 @@ def _check(
     if bias is not None:
         own.require("bias", bias, (bank.n,), tuple(FLOATS))
         inputs["bias"] = bias
-    if scratch.nbytes < TILE * bank.k * 4:
-        own.refuse("the scratch", f"{TILE * bank.k * 4} bytes at least", f"{scratch.nbytes} bytes")
+    if scratch.nbytes < (least := _least_scratch(bank)):
+        own.refuse("the scratch", f"{least} bytes at least", f"{scratch.nbytes} bytes")
     own.require_banks(bank.tensors(), banks)
     own.require_apart(out, inputs)

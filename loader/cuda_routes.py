@@ -19,7 +19,7 @@ from loader.bank import LayerSpec, layer_spec_from_ints
 from loader.card import CardFacts
 from loader.core import NativeLayer
 from loader.cuda_legacy_calls import LegacyCalls
-from loader.errors import LoaderError, UnsupportedError
+from loader.errors import UnsupportedError
 from loader.structs import FLOATS, Error
 
 FAMILIES = ("host", "quadpair", "m16n8k16")

@@ -64,10 +64,6 @@ def run(
     return out
 
 
-def error_of(y: torch.Tensor, y64: torch.Tensor) -> float:
-    return float((y.double() - y64).norm() / y64.norm())
-
-
 @pytest.mark.parametrize("layout", ("compact", "wide", "record"))
 @pytest.mark.parametrize("name", NAMES)
 def test_linears_of_every_format_and_layout(name: str, layout: str) -> None:
@@ -101,7 +97,10 @@ def products_hold(
                 "quadpair"
             ):
                 continue
-            error = error_of(run(module, x, routes, bias), wanted)
+            y = run(module, x, routes, bias).double()
+            # A fast route rounds before the bias is added, which may cancel what it was.
+            size = max(wanted.norm(), (x.double() @ weight.t()).norm())
+            error = float((y - wanted).norm() / size)
             assert error <= BOUND[dtype], f"T={tokens} {dtype} {routes}: {error:.2e}"
 
 

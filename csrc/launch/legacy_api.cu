@@ -1,6 +1,7 @@
 // The C interface of `legacy` on a card.
 #include "error.h"
 #include "legacy.h"
+#include "linear.h"
 #include "moe.h"
 
 #define QPN_API extern "C" __attribute__((visibility("default")))
@@ -37,7 +38,8 @@ QPN_API int qpn_cuda_dequantize(int bank, const qpn::LegacyWeights* weights, con
     qpn::Step step{};
     bool fused = false;
     cudaError_t status = cudaSuccess;
-    const char* wrong = qpn::read_banks(numbers, tensors, tensor_bytes, tensor_count, step, fused);
+    const auto read = qpn::is_linear(numbers) ? qpn::read_linear : qpn::read_banks;
+    const char* wrong = read(numbers, tensors, tensor_bytes, tensor_count, step, fused);
     if (wrong == nullptr)
         wrong = qpn::dequantize(bank == 0 ? step.w13 : step.w2, fused, *weights,
                                 static_cast<cudaStream_t>(stream), status);

@@ -29,6 +29,7 @@ from loader.native import Implementation, implementation_for
 from loader.plain import PIECE_BYTES, read_tensor
 from loader.plan import DEFAULT_STAGING_BYTES
 from loader.policy import ResolvedPolicy
+from loader.reference import TEMPORARY_BYTES
 from loader.stream import Scheduled, open_reader, open_staging
 from loader.verdict import Judge
 
@@ -115,7 +116,10 @@ class LinearLoader:
             + (0 if plan.served == BANK else max(self._run_bytes(run) for run in plan.runs()))
             for plan in plans
         )
-        return max(beside, default=0) + self._implementation.temporary_bytes + PIECE_BYTES
+        spare = self._implementation.temporary_bytes + PIECE_BYTES
+        if on_card and any(plan.served != BANK for plan in plans):
+            spare += TEMPORARY_BYTES  # of the reference, which gives their weights
+        return max(beside, default=0) + spare
 
     def _run_bytes(self, run: LinearPlan) -> int:
         return run.bank.nbytes() + 4 * _numbers_at_once(run)
