@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_card import plans_for_a_card
+from fake_card import card, plans_for_a_card
 from hypothesis import given
 from hypothesis import strategies as st
 
 import loader
-from loader import crossover_table
+from loader import crossover_table, native
 from loader.crossover_table import KNOWN, KnownCrossover, known_crossover
 from loader.route import MEASURED_GROUPED_MOST
 from loader.testing.checkpoint import tiny_checkpoint
@@ -69,6 +69,42 @@ def test_a_plan_for_a_card_asks_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(crossover_table, "KNOWN", (replace(ROW, kind="e2m1"),))
     assert last_of(tmp_path, loader.Policy())[0] == 8
     assert loader.plan(tmp_path).layers[0].routes[1].last == 8
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "last", "words"),
+    [
+        (None, 100, 8, "qpn_grouped=auto (default)"),
+        (None, 5, 5, "at most 5 tokens in one step"),
+        (64, 40, 40, "at most 40 tokens in one step"),
+        ("measure", 90, 90, "at most 90 tokens in one step, crossover measured at load"),
+    ],
+)
+def test_routes_stay_below_what_one_step_of_a_card_takes(
+    tmp_path: Path, limit: int | str | None, most: int, last: int, words: str
+) -> None:
+    tiny_checkpoint(tmp_path, dialect="awq-gemm", hidden=64, intermediate=64, experts=8, top_k=2)
+    asked = []
+
+    def most_tokens(layer: object, top_k: int) -> int:
+        asked.append(top_k)
+        return most
+
+    policy = loader.Policy(grouped_max_tokens=limit)
+    with native.serving(replace(card(90), most_tokens=most_tokens)):
+        plan = loader.plan(tmp_path, device="cuda:0", policy=policy, card_memory=ROOM)
+    m1, grouped, legacy = plan.layers[0].routes
+    assert (grouped.first, grouped.last, legacy.first) == (2, last, last + 1)
+    assert grouped.reason.endswith(words) and set(asked) == {2}
+
+
+def test_a_card_that_takes_one_token_at_a_time_has_no_grouped_route(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, dialect="awq-gemm", hidden=64, intermediate=64, experts=8, top_k=2)
+    with native.serving(replace(card(90), most_tokens=lambda layer, top_k: 1)):
+        plan = loader.plan(tmp_path, device="cuda:0", card_memory=ROOM)
+    m1, legacy = plan.layers[0].routes
+    assert (m1.last, legacy.first, legacy.last, legacy.route) == (1, 2, None, "legacy")
+    assert legacy.reason == "at most 1 tokens in one step"
 
 
 def test_rows_are_made_of_what_held_in_every_geometry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,12 @@ from test_core import descriptor, small_layer
 
 import loader
 from loader import card_serving, cuda_core, native
+from loader.bank import BankSpec, LayerSpec
 from loader.card import CardFacts
 from loader.converter import ConversionCache, LayerBanks
 from loader.core import DescriptorError
 from loader.cuda_core import CUDA_CORE, CudaCore, CudaError
+from loader.cuda_routes import CudaRoutes
 from loader.structs import Error
 from loader.testing.checkpoint import tiny_checkpoint
 
@@ -162,6 +164,28 @@ def test_the_library_says_what_it_was_built_for() -> None:
     assert isinstance(CUDA_CORE, CudaCore)
     assert CUDA_CORE.architectures or CUDA_CORE.portable
     assert CUDA_CORE.images() and CUDA_CORE.cuda_version[0].isdigit()
+
+
+@needs_the_library
+def test_how_many_tokens_a_step_takes_is_a_matter_of_shared_memory() -> None:
+    assert isinstance(CUDA_CORE, CudaCore)
+
+    def layer(experts: int) -> LayerSpec:
+        def bank(k: int, n: int, projections: int) -> BankSpec:
+            return BankSpec("int4", "compact", experts, k, n, 32, 0, projections, torch.float16)
+
+        return LayerSpec(bank(2560, 320, 2), bank(160, 2560, 1))
+
+    most = {
+        architecture: CudaRoutes(CUDA_CORE, CardFacts("card", architecture)).most_tokens(
+            layer(512), 10
+        )
+        for architecture in (75, 80, 86, 90)
+    }
+    assert 64 <= most[86] < most[75] < most[80] < most[90] < 1 << 16
+    routes = CudaRoutes(CUDA_CORE, CardFacts("card", 90))
+    assert routes.most_tokens(layer(128), 10) > most[90] > routes.most_tokens(layer(512), 20)
+    assert routes.most_tokens(layer(60_000), 10) == 0
 
 
 def test_what_a_call_says_becomes_an_error_of_the_library() -> None:

@@ -144,6 +144,19 @@ def test_more_rows_of_one_expert_than_a_pass_takes(layer: PreparedExperts, famil
     assert error_of(both[0], both[1].double().cpu()) <= 2e-3
 
 
+def test_as_many_tokens_as_one_step_takes(layer: PreparedExperts) -> None:
+    serving = native.implementation_for(CARD)
+    assert serving is not None and serving.most_tokens is not None
+    most = serving.most_tokens(layer.spec, TOP_K)
+    x, ids, weights = step(most + 8, torch.float16)
+    routes = (1, most + 8)
+    wanted = run(layer, x, ids, weights, (0, 0)).double()
+    y = run(layer, x[:most], ids[:most], weights[:most], routes).double()
+    assert (y - wanted[:most]).norm() <= 2e-3 * wanted.norm()
+    with pytest.raises(ValueError, match="more rows"):
+        run(layer, x, ids, weights, routes)
+
+
 def test_layouts_agree_to_the_bit(tmp_path: Path) -> None:
     layers = [
         layer_on(CARD, tmp_path, "awq-gemm", layout, "exact", 1)
