@@ -92,7 +92,7 @@ def host_as_card(core: CudaCore, patch: pytest.MonkeyPatch) -> Iterator[None]:
         (torch.cuda, "current_stream", lambda device: stream),
     ):
         patch.setattr(module, name, stand_in)
-    for module in ("pipeline", "linears.load"):
+    for module in ("pipeline", "inplace", "linears.load"):
         patch.setattr(f"loader.{module}.ConversionCache", Cache)
     made, why = card_serving.card_implementation(CardFacts("the host", 90), core)
     assert made is not None, why

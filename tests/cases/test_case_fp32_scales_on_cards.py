@@ -14,6 +14,7 @@ import torch
 from case_checks import small
 from case_values import NAMES
 from host_card import COMPILER, build, host_as_card
+from load_fakes import SMALL, banks_of, module_of, quantization_of, same_bits
 from test_case_fp32_scales import fp32_scales
 
 import loader
@@ -166,6 +167,19 @@ def test_nonfinite_scales(tmp_path: Path, core: CudaCore) -> None:
     kept = on_card(core, tmp_path, policy=policy)
     assert kept.report.nonfinite == loader.load(tmp_path, policy=policy).report.nonfinite
     assert kept[0].spec.w13.scale_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("only", ("fp16", "bf16", "both"))
+def test_parameters_of_a_module(tmp_path: Path, core: CudaCore, only: str) -> None:
+    made = tiny_checkpoint(
+        tmp_path, dialect="awq-gemm", scale_dtype="F32", attention=False, **SMALL
+    )
+    fp32_scales(tmp_path, made, only, ("gate",))
+    wanted = loader.load(tmp_path, layers=[0])[0]
+    with pytest.MonkeyPatch.context() as patch, host_as_card(core, patch):
+        mine = loader.prepare_module(module_of(made), quantization=quantization_of(made))
+    assert mine.spec == wanted.spec
+    assert same_bits(banks_of(mine), banks_of(wanted))
 
 
 def test_counts_are_of_one_kind_and_one_bank() -> None:
