@@ -28,7 +28,12 @@ class KnownCrossover:
         return max(2, min(self.most_tokens, int(self.rows_per_expert / rows_per_token)))
 
 
-KNOWN: tuple[KnownCrossover, ...] = ()
+_H200 = "NVIDIA H200, 2026-12-01"
+
+KNOWN: tuple[KnownCrossover, ...] = (
+    KnownCrossover(90, "int4", 8.0, 128, _H200),
+    KnownCrossover(90, "e2m1", 8.0, 128, _H200),
+)
 
 
 def known_crossover(architecture: int, kind: str) -> KnownCrossover | None:
