@@ -54,7 +54,8 @@ class Linears:
         one = self.layer.spec.w2
         self.spec = LayerSpec(ABSENT, replace(one, experts=1))
         own = self.layer.tensors[len(self.layer.spec.w13.tensors()) :]
-        self.banks = [[tensor[i : i + 1] for tensor in own] for i in range(count)]
+        # Each on a boundary of its own, as a loaded bank is.
+        self.banks = [[tensor[i : i + 1].clone() for tensor in own] for i in range(count)]
         self.nbytes = sum(tensor.nbytes for tensor in self.banks[0])
         code = native.implementation_for(CARD)
         assert code is not None and code.linear_scratch_bytes is not None

@@ -31,8 +31,8 @@ class KnownCrossover:
 _H200 = "NVIDIA H200, 2026-12-01"
 
 KNOWN: tuple[KnownCrossover, ...] = (
-    KnownCrossover(90, "int4", 8.0, 128, _H200),
-    KnownCrossover(90, "e2m1", 8.0, 128, _H200),
+    KnownCrossover(90, "int4", 32.0, 512, _H200),
+    KnownCrossover(90, "e2m1", 32.0, 512, _H200),
 )
 
 
