@@ -12,7 +12,7 @@ NVFP4 := fixtures/checkpoints/mixtral-ct08-nvfp4
 
 .PHONY: setup demo test lint sanitize test-vllm compile-check evidence-check clean
 .PHONY: faults fuzz fuzz-record loads-record error-coverage
-.PHONY: bench-memory bench-load bench-decode bench-cuda-decode
+.PHONY: bench-memory bench-load bench-decode bench-cuda-decode bench-cuda-crossover bench-cuda-linears
 
 setup: $(READY)
 
@@ -111,6 +111,12 @@ bench-decode: setup
 
 bench-cuda-decode: setup
 	$(BIN)/python benchmarks/cuda_decode.py
+
+bench-cuda-crossover: setup
+	$(BIN)/python benchmarks/cuda_crossover.py
+
+bench-cuda-linears: setup
+	$(BIN)/python benchmarks/cuda_linears.py
 
 # Device code for cards that this machine need not have: nvcc on PATH, and NVRTC 12.8 for SM70.
 compile-check: setup
