@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,9 @@ from loader.checkpoint.source import LocalSource
 from loader.cuda_routes import FAMILIES
 from loader.errors import LoaderError, UnsupportedError
 from loader.linears import LinearLoader, LinearPlan, PreparedLinear, plan_linear
-from loader.pieces import Places
+from loader.linears.plan import BANK
+from loader.pieces import Places, Slice
+from loader.route import decide
 
 pytestmark = needs_card()
 
@@ -116,10 +118,15 @@ def linear_of(n: int, k: int, group: int, phase: int) -> tuple[PreparedLinear, t
     tensors = [pack_codes(codes)[None], planes[0][None], pack_zeros(planes[1])[None]]
     of_row = (torch.arange(k) + phase) // group
     weight = (codes.double() - zeros.double()[of_row]) * scales.double()[of_row]
-    with opened(NAMES[0], CARD, Policy(), torch.float16) as (_, plans):
-        plan = replace(plans[0], bank=bank, part=replace(plans[0].part, count=k, outs=(0, n)))
     code = native.implementation_for(CARD)
     assert code is not None and code.linear_scratch_bytes is not None
+    routes = decide(0, LayerSpec(bank, bank), code, Policy(grouped_max_tokens=8).resolve(), "")
+    source: Any = SimpleNamespace(
+        name="a linear", source=SimpleNamespace(layer=0), scheme=SimpleNamespace(format="int4")
+    )
+    places: Any = None
+    part = Slice((0,), 0, k, (0, n))
+    plan = LinearPlan(source, part, bank, BANK, "", routes, "exact", places)
     nbytes = code.linear_scratch_bytes(LayerSpec(ABSENT, bank).to_ints(), 8)
     scratch = torch.empty(nbytes // 4, device=CARD)
     own = [tensor.contiguous().to(CARD) for tensor in tensors]
