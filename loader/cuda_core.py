@@ -15,8 +15,9 @@ import torch
 
 from loader.core import NativeLayer, raise_native
 from loader.errors import LoaderError
+from loader.library import open_library
 from loader.reference.findings import none
-from loader.structs import Error, require_interface
+from loader.structs import Error
 
 LIBRARY = "_cuda.so"
 _INTERFACE = 1
@@ -32,8 +33,7 @@ class CudaCore:
     """The loaded library. ``architectures`` has machine code, ``portable`` code to translate."""
 
     def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-        require_interface(self.library, _INTERFACE)
+        self.library = open_library(path, _INTERFACE)
         self.library.qpn_architectures.restype = ctypes.c_char_p
         self.library.qpn_ring_close.restype = None
         names = self.library.qpn_architectures().decode().split()

@@ -31,12 +31,12 @@ def _interface_of(library: ctypes.CDLL) -> int:
         return 0
 
 
-def open_library(path: Path) -> ctypes.CDLL:
+def open_library(path: Path, interface: int = _INTERFACE) -> ctypes.CDLL:
     """The library at ``path``. Raises OSError where it is none, or one of other sources."""
     library = ctypes.CDLL(str(path))
     found = _interface_of(library)
-    if found != _INTERFACE:
-        raise OSError(f"it has interface {found}, not {_INTERFACE}: build the package again")
+    if found != interface:
+        raise OSError(f"it has interface {found}, not {interface}: build the package again")
     return library
 
 

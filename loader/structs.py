@@ -63,13 +63,3 @@ class CardLinear(ctypes.Structure):
 
 FLOATS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 """Float of ``csrc/host/activations.h``."""
-
-
-def require_interface(library: ctypes.CDLL, expected: int) -> None:
-    """Raise ``OSError`` for a library that was built from other sources than these."""
-    try:
-        found = int(library.qpn_interface())
-    except AttributeError:  # from before interfaces had numbers
-        found = 0
-    if found != expected:
-        raise OSError(f"it has interface {found}, not {expected}: build the package again")
