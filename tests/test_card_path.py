@@ -6,6 +6,9 @@ What only a card can show, its memory and its speed, is in ``test_cuda_stream.py
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from host_card import COMPILER, build, host_as_card
 from load_fakes import RecordingSource
 
 import loader
+from loader.checkpoint.source import LocalSource
+from loader.core import ReadError
 from loader.cuda_core import CudaCore, CudaError
 from loader.errors import CheckpointError, ConversionError, LoaderError
 from loader.testing.checkpoint import tiny_checkpoint
@@ -138,3 +143,22 @@ def test_a_failed_load_lets_go_of_everything(tmp_path: Path, core: CudaCore, sta
     with pytest.raises(LoaderError, match=state):
         load(core, made.folder, observers=[fails], staging_bytes=LITTLE)
     assert tensors() == before
+
+
+def test_a_read_that_fails_in_a_native_thread_names_the_file(
+    tmp_path: Path, core: CudaCore
+) -> None:
+    made = small(tmp_path, layers=1)
+
+    class Unreadable(LocalSource):
+        @contextmanager
+        def descriptor(self, file: str) -> Iterator[int]:
+            other = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                yield other
+            finally:
+                os.close(other)
+
+    with Unreadable(made.folder) as source, pytest.raises(ReadError) as caught:
+        load(core, source)
+    assert caught.value.file == made.files()[0].name and "Is a directory" in str(caught.value)

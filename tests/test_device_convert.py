@@ -257,3 +257,75 @@ def test_a_cache_or_tensors_of_another_size_are_refused(device: Device) -> None:
         device.write(chunk, descriptor(), banks.tensors, short, spec.to_ints())
     with pytest.raises(ValueError, match="tensors are not those"):
         device.write(chunk, descriptor(), banks.tensors[:-1], device.state(spec), spec.to_ints())
+
+
+# What a card refuses, message by message
+
+
+def _numbers(index: int, value: int) -> list[int]:
+    numbers = small_layer().to_ints()
+    numbers[index] = value
+    return numbers
+
+
+W13 = 1
+LAYERS_REFUSED = {
+    "the layer's numbers are not those of a layer": _numbers(W13 + 2, 0),
+    "the tensors are not those of the layer": _numbers(W13 + 1, 2),
+    "packed zero points need an even number of columns": _numbers(W13 + 10 + 4, 63),
+}
+
+
+@pytest.mark.parametrize("message", LAYERS_REFUSED)
+def test_a_layer_that_is_none_is_refused(device: Device, message: str) -> None:
+    spec = small_layer()
+    tensors = LayerBanks.allocate(spec, HOST, None).tensors
+    chunk = torch.zeros(1024, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        device.write(chunk, descriptor(), tensors, device.state(spec), LAYERS_REFUSED[message])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shift", "message"),
+    [(0, 16, "32-byte boundary"), (1, 4, "8-byte boundary")],
+)
+def test_a_tensor_off_its_boundary_is_refused(
+    device: Device, tensor: int, shift: int, message: str
+) -> None:
+    spec = small_layer()
+    tensors = LayerBanks.allocate(spec, HOST, None).tensors
+    room = torch.zeros(tensors[tensor].nbytes + 128, dtype=torch.uint8)
+    start = -room.data_ptr() % 64 + shift
+    tensors[tensor] = room[start : start + tensors[tensor].nbytes]
+    chunk = torch.zeros(1024, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        device.write(chunk, descriptor(), tensors, device.state(spec), spec.to_ints())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dest_row": 4, "rows": 8}, "destination does not start where words do"),
+        ({"expect_a": -2}, "an expected number is no size"),
+        (
+            {"role": int(Role.SCALES_GN32), "rows": 2, "row_bytes": 128},
+            "a card does not convert this role",
+        ),
+    ],
+)
+def test_a_piece_that_a_card_does_not_take_is_refused(
+    device: Device, changes: dict[str, int], message: str
+) -> None:
+    spec = small_layer()
+    tensors = LayerBanks.allocate(spec, HOST, None).tensors
+    chunk = torch.zeros(1024, dtype=torch.uint8)
+    with pytest.raises(DescriptorError, match=message):
+        device.write(chunk, descriptor(**changes), tensors, device.state(spec), spec.to_ints())
+
+
+def test_an_absent_bank_is_not_written(device: Device) -> None:
+    spec = small_layer()
+    tensors = LayerBanks.allocate(spec, HOST, None).tensors[3:]
+    chunk = torch.zeros(1024, dtype=torch.uint8)
+    with pytest.raises(DescriptorError, match="the bank is absent"):
+        device.write(chunk, descriptor(), tensors, device.state(spec), _numbers(W13, 3))

@@ -155,6 +155,13 @@ def test_what_the_generator_does_not_have(tmp_path: Path) -> None:
         made.tensor("absent")
 
 
+def test_tensors_of_another_rank(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    reshaped("qweight", lambda shape: (1, *shape))(made.folder)
+    with pytest.raises(CheckpointError, match="the tensor has the wrong rank"):
+        loader.plan(made.folder)
+
+
 # What the independent check refuses, of a checkpoint that changed after its load
 
 

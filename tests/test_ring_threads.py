@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from host_card import COMPILER, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.core import ReadError
-from loader.cuda_core import CudaCore
+from loader import cuda_core
+from loader.core import DescriptorError, ReadError
+from loader.cuda_core import CudaCore, CudaError
 from loader.errors import LoaderError
 from loader.structs import Error
 
@@ -68,7 +70,7 @@ class FakeRing:
     def submit(self, chunk: int, reads: list[tuple[int, int, int, int]]) -> None:
         table = torch.tensor(reads, dtype=torch.int64).reshape(-1, 4)
         error = Error()
-        place = self.chunks[chunk]
+        place = self.chunks[chunk % len(self.chunks)]
         code = self.core.library.qpn_ring_submit(
             self._ring,
             chunk,
@@ -190,3 +192,109 @@ def test_what_reaches_outside_is_refused(core: CudaCore, file: tuple[int, torch.
     for slots, threads, chunks in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises((ValueError, LoaderError)):
             FakeRing(core, slots, 10, threads, chunks, 10)
+
+
+# What CUDA refuses
+
+
+@contextmanager
+def failing(core: CudaCore, name: str, before: int = 0, times: int = 1) -> Iterator[None]:
+    """Inside, calls of CUDA fail: so many ``times``, after ``before`` calls of that name."""
+    core.library.qpn_test_fail(name.encode(), ctypes.c_long(before), ctypes.c_long(times))
+    try:
+        yield
+    finally:
+        core.library.qpn_test_fail(b"", ctypes.c_long(0), ctypes.c_long(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "words"),
+    [
+        ("cudaSetDevice", 1, "the card cannot be used"),
+        ("cudaStreamCreateWithFlags", 0, "a stream could not be made"),
+        ("cudaEventCreateWithFlags", 0, "an event could not be made"),
+        ("cudaEventCreateWithFlags", 5, "an event could not be made"),
+    ],
+)
+def test_a_ring_that_cuda_does_not_make(core: CudaCore, name: str, before: int, words: str) -> None:
+    """Nothing stays of it, whatever was made before; the next one works."""
+    for _ in range(3):
+        with failing(core, name, before), pytest.raises(CudaError, match=f"{words}: a fault of"):
+            FakeRing(core, 4, 1000, 2, 2, 5000)
+    FakeRing(core, 4, 1000, 2, 2, 5000).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "words"),
+    [
+        ("cudaStreamWaitEvent", 0, "the copies could not be ordered"),
+        ("cudaMemcpyAsync", 0, "a copy to the card failed"),
+        ("cudaMemcpyAsync", 7, "a copy to the card failed"),
+        ("cudaEventRecord", 3, "a copy could not be marked"),
+        ("cudaEventRecord", 10, "the copies could not be marked"),
+        ("cudaStreamWaitEvent", 1, "a stream could not wait"),
+        ("cudaEventRecord", 11, "the chunk could not be released"),
+    ],
+)
+def test_what_cuda_refuses_in_the_stream_is_told_and_the_ring_goes_on(
+    core: CudaCore, file: tuple[int, torch.Tensor], name: str, before: int, words: str
+) -> None:
+    """Ten slots are copied and marked for one chunk, then the chunk is, then its release."""
+    descriptor, content = file
+    ring = FakeRing(core, 4, 1000, 2, 2, 10_000)
+    got = torch.zeros(10_000, dtype=torch.uint8)
+    reads = [(descriptor, 500, 10_000, 0)]
+    try:
+        with failing(core, name, before), pytest.raises(CudaError, match=words) as caught:
+            ring.submit(0, reads)
+            ring.take(0)
+            ring.use(0, got)
+        assert "CUDA error 1" in str(caught.value)
+        core.library.qpn_test_wait()
+        ring.submit(1, reads)
+        ring.take(1)
+        ring.use(1, got)
+        core.library.qpn_test_wait()
+        assert torch.equal(got, content[500:10_500])
+    finally:
+        ring.close()
+
+
+def test_a_copying_thread_without_a_card_says_so(
+    core: CudaCore, file: tuple[int, torch.Tensor]
+) -> None:
+    # The call that gives the caller its own card back may come before the thread's.
+    with failing(core, "cudaSetDevice", 2, times=2):
+        ring = FakeRing(core, 4, 1000, 1, 1, 5000)
+        try:
+            ring.submit(0, [(file[0], 0, 5000, 0)])
+            with pytest.raises(CudaError, match="the copying thread cannot use the card"):
+                ring.take(0)
+        finally:
+            ring.close()
+
+
+def test_a_chunk_on_its_way_is_not_filled_again(
+    core: CudaCore, file: tuple[int, torch.Tensor]
+) -> None:
+    ring = FakeRing(core, 1, 100, 1, 1, 90_000)
+    try:
+        ring.submit(0, [(file[0], 0, 90_000, 0)])
+        with pytest.raises(DescriptorError, match="still on its way"):
+            ring.submit(0, [(file[0], 0, 90_000, 0)])
+        with pytest.raises(DescriptorError, match="no such chunk"):
+            ring.submit(5, [(file[0], 0, 10, 0)])
+    finally:
+        ring.close()
+
+
+def test_pinning_that_cuda_refuses(core: CudaCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_core, "index_of", lambda device: device.index or 0)
+    memory, card = torch.zeros(4096, dtype=torch.uint8), torch.device("cuda", 0)
+    core.pin(memory, card)
+    with failing(core, "cudaHostRegister"), pytest.raises(CudaError, match="not be pinned"):
+        core.pin(memory, card)
+    with failing(core, "cudaHostUnregister"), pytest.raises(CudaError, match="not be unpinned"):
+        core.unpin(memory)
+    with pytest.raises(CudaError, match="the card cannot be used"):
+        core.pin(memory, torch.device("cuda", 7))

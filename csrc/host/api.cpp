@@ -214,7 +214,7 @@ struct QpnLinear {
 
 QPN_API int qpn_linear(const QpnLinear* step, const int64_t* layer_numbers, void* const* tensors,
                        const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
-                       QpnError* error) {
+                       QpnError* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
         return fail("the tensors are not those of the layer", error);
@@ -222,6 +222,8 @@ QPN_API int qpn_linear(const QpnLinear* step, const int64_t* layer_numbers, void
                                step->bias, step->out,    step->scratch, step->scratch_bytes};
     const std::string wrong = qpn::linear(call, tile_kernels(isa), threads);
     return wrong.empty() ? 0 : fail(wrong.c_str(), error);
+} catch (...) {
+    return caught(error);
 }
 
 QPN_API int64_t qpn_linear_scratch(const int64_t* layer_numbers, int64_t tokens) {

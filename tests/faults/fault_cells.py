@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import loader
 from loader import memory, native
-from loader.testing.checkpoint import tiny_checkpoint
+from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
 
 LAYERS = 3
 STAGING = 1 << 20
@@ -30,9 +30,9 @@ LEAK = 2 << 20
 """Anonymous bytes that may stay after a failure: less than the banks of one layer, 3.3 MB."""
 
 
-def make_checkpoint(folder: Path) -> None:
+def make_checkpoint(folder: Path) -> TinyCheckpoint:
     """The checkpoint of all cells; NVFP4, so that closing a layer is a pass of its own."""
-    tiny_checkpoint(
+    return tiny_checkpoint(
         folder,
         dialect="modelopt-nvfp4",
         hidden=512,

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from fault_cells import Outcome, make_checkpoint, run_cell
+from fault_inplace import INPLACE_KINDS, InPlace, run_inplace_cell
 from fault_kinds import KINDS, STATES
 from fault_probes import COMPILER, run_native_memory, run_probe
 
@@ -44,7 +45,13 @@ def collect() -> list[Outcome]:
                 for way in kind.ways:
                     if way != "direct" or native.HOST is not None:
                         found.append(run_cell(good, Path(name), kind, state, way))
-        for probe in ("handled", "unhandled", "storm"):
+        bed = InPlace(Path(name) / "inplace")
+        for kind in INPLACE_KINDS:
+            for state in STATES:
+                for way in ("direct", "reference"):
+                    if way != "direct" or native.HOST is not None:
+                        found.append(run_inplace_cell(bed, kind, state, way))
+        for probe in ("handled", "again", "unhandled", "storm"):
             found += run_probe("fault_signals.py", probe)
         if COMPILER is not None and native.HOST is not None:
             found += run_native_memory(Path(name))

@@ -11,12 +11,13 @@ from fault_probes import COMPILER, run_native_memory, run_probe
 from loader import native
 
 
-@pytest.mark.parametrize("probe", ["handled", "unhandled", "storm"])
+@pytest.mark.parametrize("probe", ["handled", "again", "unhandled", "storm"])
 def test_signals(probe: str) -> None:
     found = run_probe("fault_signals.py", probe)
     assert [outcome for outcome in found if outcome.wrong] == []
     ways = 2 if native.HOST is None else 3
-    wanted = {"handled": 2 * ways * len(STATES), "unhandled": ways * len(STATES), "storm": 1}
+    states = ways * len(STATES)
+    wanted = {"handled": 2 * states, "again": 3 * states, "unhandled": 2 * states, "storm": 2}
     assert len(found) == wanted[probe]
 
 

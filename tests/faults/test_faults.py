@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_cells import make_checkpoint, run_cell
+from fault_inplace import INPLACE_KINDS, InPlace, run_inplace_cell
 from fault_kinds import KINDS, STATES, Kind
 
 from loader import native
@@ -30,4 +31,21 @@ def test_a_fault_leaves_nothing_behind(
     if way == "direct" and native.HOST is None:
         pytest.skip("the native core is not built")
     outcome = run_cell(good, tmp_path, kind, state, way)
+    assert not outcome.wrong, outcome
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> InPlace:
+    return InPlace(tmp_path_factory.mktemp("inplace") / "checkpoint")
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("way", ["direct", "reference"])
+@pytest.mark.parametrize("kind", INPLACE_KINDS, ids=lambda kind: kind.name.replace(" ", "-"))
+def test_a_module_has_its_sources_or_the_result(
+    bed: InPlace, kind: Kind, way: str, state: str
+) -> None:
+    if way == "direct" and native.HOST is None:
+        pytest.skip("the native core is not built")
+    outcome = run_inplace_cell(bed, kind, state, way)
     assert not outcome.wrong, outcome

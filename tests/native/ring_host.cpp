@@ -48,3 +48,12 @@ QPN_API void qpn_test_use(const uint8_t* chunk, uint8_t* to, int64_t bytes) {
     cudaMemcpyAsync(to, chunk, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, nullptr);
 }
 QPN_API void qpn_test_wait(void) { cudaStreamSynchronize(nullptr); }
+
+// Makes later calls of the fake CUDA fail; an empty name makes none fail.
+QPN_API void qpn_test_fail(const char* name, long before, long times) {
+    FakeFault& fault = fake_fault();
+    std::lock_guard<std::mutex> hold(fault.mutex);
+    fault.name = name;
+    fault.before = before;
+    fault.times = times;
+}

@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
 #include <thread>
 
 #define CUDART_VERSION 0
@@ -19,12 +20,39 @@
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotReady = 600 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
 
+// Calls of this CUDA that fail: their name, how many go well before the first, how many fail.
+struct FakeFault {
+    std::mutex mutex;
+    std::string name;
+    long before = 0, times = 0;
+};
+inline FakeFault& fake_fault() {
+    static FakeFault* fault = new FakeFault();
+    return *fault;
+}
+inline bool fails(const char* name) {
+    FakeFault& fault = fake_fault();
+    std::lock_guard<std::mutex> hold(fault.mutex);
+    return fault.name == name && fault.before-- <= 0 && fault.times-- > 0;
+}
+#define FAKE_CALL() \
+    if (fails(__func__)) return cudaErrorInvalidValue
+
 inline const char* cudaGetErrorString(cudaError_t) { return "a fault of the fake"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+inline cudaError_t cudaSetDevice(int device) {
+    FAKE_CALL();
+    return device == 0 ? cudaSuccess : cudaErrorInvalidValue;
+}
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaHostRegister(void*, size_t, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
+inline cudaError_t cudaHostRegister(void*, size_t, unsigned) {
+    FAKE_CALL();
+    return cudaSuccess;
+}
+inline cudaError_t cudaHostUnregister(void*) {
+    FAKE_CALL();
+    return cudaSuccess;
+}
 
 struct FakeEvent {
     std::mutex mutex;
@@ -81,6 +109,7 @@ inline FakeStream& fake_stream(cudaStream_t stream) {
     return stream == nullptr ? *usual : *stream;
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    FAKE_CALL();
     return *stream = new FakeStream(), cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
@@ -88,10 +117,12 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return fake_stream(stream).synchronize(), cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    FAKE_CALL();
     return *event = new FakeEvent(), cudaSuccess;
 }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    FAKE_CALL();
     long mine;
     {
         std::lock_guard<std::mutex> hold(event->mutex);
@@ -109,6 +140,7 @@ inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     return event->reached == event->recorded ? cudaSuccess : cudaErrorNotReady;
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    FAKE_CALL();
     std::lock_guard<std::mutex> hold(event->mutex);
     const long wanted = event->recorded;
     fake_stream(stream).enqueue([event, wanted] {
@@ -119,6 +151,7 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t stream) {
+    FAKE_CALL();
     fake_stream(stream).enqueue([=] {
         std::this_thread::sleep_for(std::chrono::microseconds(20));
         memcpy(to, from, bytes);
