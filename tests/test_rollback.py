@@ -118,14 +118,13 @@ def test_a_burst_of_signals_loses_no_handler(handled: list[int], seed: int) -> N
 
     def strike(number: int, frame: FrameType | None) -> None:
         left[0] -= 1
-        if not left[0]:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        raise Asked
+        if left[0] >= 0:
+            raise Asked
 
     before = signal.signal(signal.SIGALRM, strike)
     whole = 0
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1e-4, 3e-5 + seed * 1e-5)
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4 + seed * 7e-5)
         while left[0] > 0:
             try:
                 with SignalsHeld():
@@ -135,12 +134,12 @@ def test_a_burst_of_signals_loses_no_handler(handled: list[int], seed: int) -> N
             except Asked:
                 continue
     except Asked:
-        pass
+        left[0] = 0  # no signal is looked at before this
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         found = signal.getsignal(signal.SIGALRM)
         signal.signal(signal.SIGALRM, before)
-    assert whole > 0
+    assert whole > 0, "no block ever ended"
     # Whichever objects stand there: what they do is what the application wanted.
     with pytest.raises(KeyboardInterrupt):
         kill(signal.SIGINT)
