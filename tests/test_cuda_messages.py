@@ -154,35 +154,6 @@ def test_a_step_that_does_not_fit_is_refused(message: str) -> None:
         moe(Layer(), call_of(**CALLS[message]))
 
 
-@pytest.mark.parametrize(
-    ("message", "tiles", "out_bytes"),
-    [
-        ("there are no such tiles", (1, 3), 1 << 20),
-        ("there are no such tiles", (-1, 1), 1 << 20),
-        ("the output is too small or off its boundary of 16 bytes", (0, 1), 32 * HIDDEN * 4 - 1),
-    ],
-)
-def test_tiles_that_do_not_fit_are_refused(
-    message: str, tiles: tuple[int, int], out_bytes: int
-) -> None:
-    assert CUDA_CORE is not None
-    error = Error()
-    code = CUDA_CORE.library.qpn_cuda_dequantize(
-        ctypes.c_int(0),
-        ctypes.c_int64(0),
-        ctypes.c_int64(tiles[0]),
-        ctypes.c_int64(tiles[1]),
-        ctypes.c_int(0),
-        ctypes.c_void_p(SOMEWHERE),
-        ctypes.c_int64(out_bytes),
-        *Layer().arguments(),
-        None,
-        ctypes.byref(error),
-    )
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        CUDA_CORE.check(code, error)
-
-
 def on_card(test):  # type: ignore[no-untyped-def]
     for mark in needs_card():
         test = mark(test)
