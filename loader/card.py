@@ -7,6 +7,7 @@ Each counter keeps its own name: ``requested`` is what was asked of PyTorch's al
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -91,24 +92,30 @@ class CardPeak:
         return now
 
 
+_POOLS = threading.RLock()
+"""Pools begin, are allocated from and end one at a time: the allocator aborts the process where one
+ends while another is open for allocations."""
+
+
 class CardPool:
     """Memory of a card apart from everyone else's: back with the driver when it is closed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
+        with _POOLS, torch.cuda.device(device):
             self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Tensors that this thread makes inside the block come from the pool."""
         assert self._pool is not None, "the pool was closed"
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        with _POOLS, torch.cuda.use_mem_pool(self._pool, self._device):
             yield
 
     def close(self) -> None:
         """Give everything back to the driver; the caller has dropped its tensors."""
-        self._pool = None
+        with _POOLS:
+            self._pool = None
 
 
 def nvml_used(device: torch.device) -> int | None:

@@ -110,6 +110,7 @@ SIGNATURES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
             "num_experts": None,
             "workspace": None,
             "empty_cache": True,
+            "card_memory": None,
         },
     ),
     (
