@@ -13,7 +13,7 @@ from loader import Policy, native
 from loader.checkpoint.folder import open_checkpoint
 from loader.checkpoint.linears import LinearSource, find_linears
 from loader.checkpoint.source import LocalSource
-from loader.errors import PolicyError, ShardError
+from loader.errors import PolicyError, ShardError, UnsupportedError
 from loader.linears import LinearPlan, LinearSlice, plan_linear
 from loader.pieces import Places
 
@@ -70,6 +70,13 @@ def test_an_odd_number_of_outputs_is_dequantized() -> None:
     odd = replace(source, source=replace(source.source, hidden=255))
     plan = plan_linear(odd, Policy().resolve(), native.REFERENCE, places, torch.float32)
     assert plan.served == "dequantized" and "pairs" in plan.reason and plan.bank.n == 256
+
+
+def test_scales_of_32_bits_are_refused() -> None:
+    source, places = source_of(AWQ)
+    wide = replace(source, source=replace(source.source, scale_dtypes=("F32", "F32")))
+    with pytest.raises(UnsupportedError, match=r"scales of 32 bits.*self_attn\.q_proj"):
+        plan_linear(wide, Policy().resolve(), native.REFERENCE, places, torch.float32)
 
 
 def test_policy_switches_routes_and_layout() -> None:
