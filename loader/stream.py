@@ -9,21 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from loader import memory
-from loader.checkpoint.folder import Checkpoint
 from loader.checkpoint.source import Source
 from loader.chunks import Chunk, Read
 from loader.converter import LayerConverter
 from loader.errors import CheckpointError, LoaderError
-from loader.native import Implementation
 from loader.reading_thread import ReadingThread
-from loader.ring import Ring, RingShape
+from loader.ring import Ring
 from loader.scheduled import Found, NameOf, found_by
 from loader.scheduled import Scheduled as Scheduled
+from loader.staging_plan import StagingPlan
 
 
 class Staging:
@@ -302,25 +300,6 @@ class RingReads:
 
 Reader = ReadAhead | DirectReads | RingReads
 Delivered = Filled | Lent | Arriving
-
-
-class StagingPlan(Protocol):
-    """What a plan says of its staging: ``loader.plan.Plan``, and that of linears."""
-
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def implementation(self) -> Implementation: ...
-    @property
-    def direct(self) -> bool: ...
-    @property
-    def buffers(self) -> int: ...
-    @property
-    def buffer_bytes(self) -> int: ...
-    @property
-    def ring(self) -> RingShape | None: ...
 
 
 def open_staging(plan: StagingPlan) -> Staging | Ring:

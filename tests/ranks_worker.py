@@ -141,7 +141,7 @@ def agreements(folder: Path) -> Any:
     found["good"] = load()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     found["group"] = load(group=pairs[rank // 2])
-    Crossovers._measure = lambda self, spec, banks: 2 << rank  # type: ignore[method-assign]  # a measurement as a stand-in
+    Crossovers._measure = lambda self, spec, banks, most: 2 << rank  # type: ignore[method-assign]  # a measurement as a stand-in
     measure = loader.Policy(grouped_max_tokens="measure")
     found["measured"] = load(policy=measure)
     shard = None if rank == 0 else loader.Shard(ep_rank=rank - 1, ep_size=3)

@@ -307,10 +307,6 @@ def test_a_tensor_off_its_boundary_is_refused(
     [
         ({"dest_row": 4, "rows": 8}, "destination does not start where words do"),
         ({"expect_a": -2}, "an expected number is no size"),
-        (
-            {"role": int(Role.SCALES_GN32), "rows": 2, "row_bytes": 128},
-            "a card does not convert this role",
-        ),
     ],
 )
 def test_a_piece_that_a_card_does_not_take_is_refused(

@@ -18,7 +18,7 @@ from loader.ring import PARTS, RingShape, ring_shape
 
 @dataclass(frozen=True)
 class LinearStaging:
-    """The staging of one load of linears (``loader.stream.StagingPlan``).
+    """The staging of one load of linears (``loader.staging_plan.StagingPlan``).
 
     ``limit`` is the most bytes of a chunk; ``ring`` is None on the host, where there are
     ``buffers`` of ``buffer_bytes``; ``direct``: native code reads the files itself.
