@@ -4,6 +4,7 @@
 
 #include "../device/closing.cuh"
 #include "kernels.h"
+#include "shared.h"
 
 namespace qpn {
 namespace {
@@ -43,18 +44,15 @@ int32_t splits_of(const Bank& bank, int32_t warps) {
 }
 
 cudaError_t launch(const Kernel& kernel, const Step& step, cudaStream_t stream) {
-    int device = 0, processors = 0;
+    int device = 0, processors = 0, block_bytes = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess)
         status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (status == cudaSuccess)
+        status =
+            cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     const PassLayout at(kernel.warps, 1, step.tokens, kernel.ring_bytes);
-    if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      int(at.bytes));
-    // As the kernels of a layer: a processor has to run empty to divide its memory otherwise.
-    if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(kernel.run, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared);
+    if (status == cudaSuccess) status = allow_shared(kernel.run, at.bytes, block_bytes);
     if (status != cudaSuccess) return status;
     const int64_t passes = (step.tokens + kPassRows - 1) / kPassRows;
     const int64_t tasks = passes * step.w2.tiles, most = 2 * processors;

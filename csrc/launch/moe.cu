@@ -1,6 +1,7 @@
 // Which launches make one decode step, and how large they are.
 #include "../device/closing.cuh"
 #include "kernels.h"
+#include "shared.h"
 
 namespace qpn {
 namespace {
@@ -22,8 +23,6 @@ struct Processor {
     }
 };
 
-constexpr int64_t kUsualSharedBytes = 48 << 10;  // what a block gets without asking
-
 struct Launcher {
     const MoeCall& call;
     Step& step;
@@ -41,15 +40,7 @@ struct Launcher {
     template <class Arguments>
     cudaError_t run(void (*kernel)(Arguments), dim3 grid, int32_t warps, int64_t shared,
                     const Arguments& arguments) const {
-        cudaError_t status = cudaSuccess;
-        if (shared > kUsualSharedBytes)
-            status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          int(shared));
-        // One division of cache and shared memory for all: a processor has to run empty to change
-        // it.
-        if (status == cudaSuccess)
-            status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                          cudaSharedmemCarveoutMaxShared);
+        const cudaError_t status = allow_shared(kernel, shared, card.block_bytes);
         if (status != cudaSuccess) return status;
         cudaLaunchConfig_t config{};
         config.gridDim = grid;
@@ -91,7 +82,7 @@ struct Launcher {
         two.partials = partials_of(step.top_k);
         int64_t bytes13 = one_bytes(one, 1, first);
         const int64_t bytes2 = one_bytes(two, step.top_k, second);
-        const int64_t most = card.block_bytes - 1024;
+        const int64_t most = card.block_bytes - kSystemSharedBytes;
         if (bytes13 > most || bytes2 > most) return false;
         // One block of W13 a processor, never two: W2 starts beside it, and then all end together.
         if (bytes13 + bytes2 <= card.block_bytes && bytes13 <= card.block_bytes / 2)
@@ -112,7 +103,8 @@ struct Launcher {
         const Kernel first = kernel(kFirst), second = kernel(kSecond);
         const PassLayout one(first.warps, step.w13.experts, rows, first.ring_bytes),
             two(second.warps, step.w13.experts, rows, second.ring_bytes);
-        if (one.bytes > card.block_bytes - 1024 || two.bytes > card.block_bytes - 1024)
+        if (one.bytes > card.block_bytes - kSystemSharedBytes ||
+            two.bytes > card.block_bytes - kSystemSharedBytes)
             return false;
         step.splits13 = splits_of(step.w13, first.warps, 2);
         step.splits2 = splits_of(step.w2, second.warps, 4);
