@@ -1,28 +1,36 @@
-"""The routes on a card: the bounds for both families, capture, memory, bad input."""
+"""The routes on a card: the bounds for both families, capture, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from card import CARD, needs_card
+from cuda_layers import (
+    BOUND,
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    error_of,
+    layer_on,
+    moe64,
+    run,
+    step,
+    weights_of,
+)
 
 import loader
 from loader import native
 from loader.cuda_legacy import LEGACY_CAPTURED_TOKENS
 from loader.cuda_routes import FAMILIES
-from loader.errors import LoaderError, UnsupportedError
+from loader.errors import LoaderError
 from loader.experts import PreparedExperts
 from loader.testing.checkpoint import tiny_checkpoint
 
 pytestmark = needs_card()
 
-BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
-EXPERTS, TOP_K, HIDDEN = 6, 3, 256
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 64)
 LAYERS = [
     (dialect, layout, rounding, tp)
@@ -36,87 +44,9 @@ LAYERS = [
 ]
 
 
-def layer_on(
-    device: str | torch.device, folder: Path, dialect: str, layout: str, rounding: str, tp: int
-) -> PreparedExperts:
-    if not (folder / "config.json").exists():
-        tiny_checkpoint(
-            folder, dialect=dialect, hidden=HIDDEN, intermediate=704, experts=EXPERTS, layers=1
-        )
-    policy = loader.Policy(layout=layout, awq_rounding=rounding, grouped_max_tokens=64)
-    shard = loader.Shard(tp_rank=tp - 1, tp_size=tp)
-    return loader.load(folder, device, shard=shard, policy=policy)[0]
-
-
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory: pytest.TempPathFactory) -> PreparedExperts:
     return layer_on(CARD, tmp_path_factory.mktemp("layer"), "awq-gemm", "compact", "exact", 1)
-
-
-def step(tokens: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Activations, ids (some out of range, some twice) and weights, on the card."""
-    generator = torch.Generator().manual_seed(100 * seed + tokens)
-    x = torch.randn((tokens, HIDDEN), generator=generator).to(dtype)
-    ids = torch.randint(-1, EXPERTS + 1, (tokens, TOP_K), generator=generator)
-    ids[-1] = ids[-1, :1].clamp(0, EXPERTS - 1)
-    weights = torch.rand((tokens, TOP_K), generator=generator)
-    return x.to(CARD), ids.to(CARD), weights.to(CARD)
-
-
-Weights = list[dict[str, torch.Tensor]]
-
-
-def weights_of(layer: PreparedExperts) -> Weights:
-    """fp64 weights of every expert, from a load to the host."""
-    return [
-        {name: w.double() for name, w in layer.dequantize(expert).items()}
-        for expert in range(EXPERTS)
-    ]
-
-
-def moe64(
-    weights: Weights,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    router: torch.Tensor,
-) -> torch.Tensor:
-    """``(T, H) float64`` on the host."""
-    x, ids, router = x.double().cpu(), ids.cpu(), router.double().cpu()
-    y = torch.zeros_like(x)
-    for expert, one in enumerate(weights):
-        hidden = torch.nn.functional.silu(x @ one["gate"].t()) * (x @ one["up"].t())
-        share = torch.where(ids == expert, router, 0.0).sum(1, keepdim=True)
-        y += share * (hidden @ one["down"].t())
-    return y
-
-
-def run(
-    layer: PreparedExperts,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    routes: tuple[int, ...] = (1, 64),
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The operator itself, on a poisoned output."""
-    out = torch.full_like(x, float("nan")) if out is None else out
-    layer.workspace.scratch.fill_(float("nan"))
-    native.moe(
-        out,
-        layer.workspace.scratch,
-        x,
-        ids,
-        weights,
-        layer.workspace.expert_map,
-        layer.banks(),
-        layer.spec.to_ints(),
-        list(routes),
-    )
-    return out
-
-
-def error_of(y: torch.Tensor, y64: torch.Tensor) -> float:
-    return float((y.double().cpu() - y64).norm() / y64.norm())
 
 
 @pytest.mark.parametrize(("dialect", "layout", "rounding", "tp"), LAYERS)
@@ -267,104 +197,6 @@ def test_no_token_and_no_expert(layer: PreparedExperts) -> None:
     assert run(layer, x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
     none = ids[:, :0].contiguous(), weights[:, :0].contiguous()
     assert not run(layer, x, *none).any()
-
-
-def off_boundary(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape one element past a boundary of 16 bytes, poisoned."""
-    room = torch.full((tensor.numel() + 1,), 7.0, dtype=tensor.dtype, device=CARD)
-    return room[1:].view_as(tensor)
-
-
-def bad_inputs() -> dict[str, dict[str, Callable[[Any], Any]]]:
-    return {
-        "the shape of x": {"x": lambda x: x[:, :-8].contiguous()},
-        "the dtype of x": {"x": lambda x: x.double()},
-        "the strides of x": {"x": lambda x: x.t().contiguous().t()},
-        "the address of x": {"x": off_boundary},
-        "the shape of out": {"out": lambda out: out[:-1]},
-        "the dtype of out": {"out": lambda out: out.bfloat16()},
-        "the device of out": {"out": lambda out: out.cpu()},
-        "the strides of out": {"out": lambda out: out.t().contiguous().t()},
-        "the address of out": {"out": off_boundary},
-        "the dtype of topk_ids": {"ids": lambda ids: ids.short()},
-        "the shape of topk_ids": {
-            "ids": lambda ids: ids[:, 0].contiguous(),
-            "weights": lambda weights: weights[:, 0].contiguous(),
-        },
-        "the device of topk_ids": {"ids": lambda ids: ids.cpu()},
-        "the strides of topk_ids": {"ids": lambda ids: ids.t().contiguous().t()},
-        "the device of topk_weights": {"weights": lambda weights: weights.cpu()},
-        "the dtype of topk_weights": {"weights": lambda weights: weights.int()},
-        "the shape of topk_weights": {"weights": lambda weights: weights[:, :-1].contiguous()},
-        "the dtype of expert_map": {"expert_map": lambda table: table.long()},
-        "the shape of expert_map": {"expert_map": lambda table: table[None]},
-        "the device of expert_map": {"expert_map": lambda table: table.cpu()},
-        "the dtype of scratch": {"scratch": lambda scratch: scratch.half()},
-        "the address of scratch": {"scratch": lambda scratch: scratch[1:]},
-        "the banks": {"banks": lambda banks: [banks[0][:-1], *banks[1:]]},
-        "a bank": {"banks": lambda banks: [*banks[:-1], banks[-1].cpu()]},
-    }
-
-
-def call(layer: PreparedExperts, given: dict[str, Any], routes: list[int]) -> None:
-    """The operator, with every argument as it was given."""
-    native.moe(
-        given["out"], given["scratch"], given["x"], given["ids"], given["weights"],
-        given["expert_map"], given["banks"], layer.spec.to_ints(), routes,
-    )  # fmt: skip
-
-
-def good_inputs(layer: PreparedExperts) -> dict[str, Any]:
-    x, ids, weights = step(4, torch.float16)
-    return {
-        "x": x,
-        "ids": ids,
-        "weights": weights,
-        "out": torch.full_like(x, 7.0),
-        "scratch": layer.workspace.scratch.fill_(5.0),
-        "expert_map": layer.workspace.expert_map,
-        "banks": layer.banks(),
-    }
-
-
-@pytest.mark.parametrize("routes", ([1, 64], [0, 0]), ids=("fast", "legacy"))
-@pytest.mark.parametrize("what", bad_inputs())
-def test_bad_input_is_refused_before_any_launch(
-    layer: PreparedExperts, what: str, routes: list[int]
-) -> None:
-    given = good_inputs(layer)
-    untouched = given["out"], given["scratch"]
-    for name, change in bad_inputs()[what].items():
-        given[name] = change(given[name])
-    with pytest.raises(LoaderError, match=f"{what} does not match the layer"):
-        call(layer, given, routes)
-    assert (untouched[0] == 7.0).all() and (given["out"] == 7.0).all()
-    assert (untouched[1] == 5.0).all()
-
-
-@pytest.mark.parametrize("name", ("x", "topk_ids", "topk_weights", "expert_map", "scratch"))
-@pytest.mark.parametrize("routes", ([1, 64], [0, 0]), ids=("fast", "legacy"))
-def test_an_output_over_an_input_is_refused(
-    layer: PreparedExperts, name: str, routes: list[int]
-) -> None:
-    given = good_inputs(layer)
-    room = torch.zeros(1 << 16, dtype=torch.uint8, device=CARD)
-    given["out"] = room[: given["x"].nbytes].view(torch.float16).view_as(given["x"])
-    key = {"topk_ids": "ids", "topk_weights": "weights"}.get(name, name)
-    nbytes = given[key].nbytes if name != "scratch" else room.numel() - 1024
-    over = room[1024 if name != "x" else 0 :][:nbytes].view(given[key].dtype)
-    given[key] = over if name == "scratch" else over.view_as(given[key])
-    with pytest.raises(LoaderError, match=f"expected memory apart from {name}"):
-        call(layer, given, routes)
-    assert not room.any()
-
-
-def test_quadpairs_take_fp16_alone_and_fast_routes_no_fp32(layer: PreparedExperts) -> None:
-    x, ids, weights = step(2, torch.bfloat16)
-    with pytest.raises(ValueError, match="fp16"):
-        run(layer, x, ids, weights, (1, 64, 1))
-    with pytest.raises(UnsupportedError):
-        run(layer, x.float(), ids, weights, (1, 64))
 
 
 def test_opcheck_and_compile(layer: PreparedExperts) -> None:
