@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from card import CARD, needs_card
-from fault_cells import LAYERS, STAGING, Witness, make_checkpoint, right_banks
+from card_faults import POLICY, as_it_was, failing, on_host
+from fault_cells import LAYERS, STAGING, make_checkpoint, right_banks
 from fault_kinds import KINDS, LAYER, STATES, Bench, BenchSource, Kind, _acting
-from load_fakes import banks_of, module_of, parameters_of, quantization_of, same_bits
+from load_fakes import banks_of, same_bits
 
 import loader
-from loader import CapacityError, memory, native
-from loader.card import CardMemory, card_memory
+from loader import memory
+from loader.card import card_memory
 from loader.cuda_core import CudaCore, CudaError
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
 
 pytestmark = needs_card()
 
 MIB = 1 << 20
-POLICY = loader.Policy(layout="wide")
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +46,7 @@ def little(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
 
 @pytest.fixture(autouse=True)
 def _card_as_it_was() -> Iterator[None]:
-    """After each test the card holds what it held before: asked for, and reserved."""
-    before = settled()
-    yield
-    after = settled()
-    assert (after.requested, after.reserved) == (before.requested, before.reserved)
-
-
-def settled() -> CardMemory:
-    torch.empty(1, device=CARD)
-    gc.collect()
-    torch.cuda.empty_cache()
-    return card_memory(CARD)
+    yield from as_it_was()
 
 
 def load(source: Any, **more: Any) -> loader.LoadedExperts:
@@ -67,37 +54,8 @@ def load(source: Any, **more: Any) -> loader.LoadedExperts:
     return loader.load(source, CARD, **given)
 
 
-def on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.cpu() for tensor in tensors]
-
-
 def same_as_on_the_host(experts: loader.LoadedExperts, good: Path) -> bool:
     return same_bits(on_host(banks_of(experts)), right_banks(good))
-
-
-@contextmanager
-def failing(wanted: str = "") -> Iterator[list[BaseException]]:
-    """A load inside the block fails, and leaves nothing while its error is still held."""
-    found: list[BaseException] = []
-    settled()
-    witness = Witness()
-    before, held = card_memory(CARD), witness.left()
-    gc.disable()
-    try:
-        with witness.watching():
-            try:
-                yield found
-            except BaseException as error:
-                found.append(error)
-        after = card_memory(CARD)
-        assert after.requested == before.requested, "bytes of the card are held"
-        assert after.reserved <= before.reserved, "the allocator keeps what the load reserved"
-        assert [line for line in witness.left().beyond(held) if "anonymous" not in line] == []
-    finally:
-        gc.enable()
-    assert found, "the load went on"
-    names = {one.__name__ for one in type(found[0]).__mro__}
-    assert not wanted or wanted in names, repr(found[0])
 
 
 def next_loads_are_right(good: Path, little: TinyCheckpoint) -> None:
@@ -346,61 +304,3 @@ def test_a_step_in_one_thread_while_another_loads(good: Path) -> None:
             assert torch.equal(layer(x, ids, weights), wanted)
         assert all(same_as_on_the_host(one.result(), good) for one in loads)
         del loads
-
-
-# In place
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
-    folder = tmp_path_factory.mktemp("inplace")
-    return tiny_checkpoint(
-        folder, dialect="modelopt-nvfp4", hidden=256, intermediate=256, experts=4, layers=1,
-        attention=False, input_scale=True,
-    )  # fmt: skip
-
-
-def prepare(module: torch.nn.Module, made: TinyCheckpoint, **more: Any) -> Any:
-    quantization = quantization_of(made)
-    return loader.prepare_module(module, quantization=quantization, policy=POLICY, **more)
-
-
-def assert_untouched(module: torch.nn.Module, made: TinyCheckpoint) -> None:
-    wanted = parameters_of(made, 0, loader.Shard())
-    found = {name: tensor.detach().cpu() for name, tensor in module.named_parameters()}
-    assert list(found) == list(wanted) and not list(module.children())
-    assert same_bits(list(found.values()), list(wanted.values()))
-
-
-def _raises(error: BaseException) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        raise error
-
-    return call
-
-
-@pytest.mark.parametrize("what", ("write", "finish", "fresh", "observer", "SIGINT", "too large"))
-def test_a_module_on_the_card_keeps_its_sources(
-    made: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    module = module_of(made).to(CARD)
-    for state in STATES[:4] if what in ("observer", "SIGINT") else ("planned",):
-
-        def act(event: loader.LayerEvent, state: str = state) -> None:
-            if event.state == state and what == "observer":
-                raise ValueError("no")
-            if event.state == state and what == "SIGINT":
-                os.kill(os.getpid(), signal.SIGINT)
-
-        with monkeypatch.context() as patch, failing() as found:
-            if what in ("write", "finish"):
-                patch.setattr(native, what, _raises(RuntimeError("kernel")))
-            elif what == "fresh":
-                patch.setattr(memory, what, _raises(torch.OutOfMemoryError("CUDA out of memory")))
-            room = 1000 if what == "too large" else None
-            prepare(module, made, observers=[act], card_memory=room)
-        assert_untouched(module, made)
-        if what in ("fresh", "too large"):
-            assert isinstance(found[0], CapacityError)
-    wanted = loader.load(made.folder, policy=POLICY)
-    assert same_bits(on_host(banks_of(prepare(module, made))), banks_of(wanted))
