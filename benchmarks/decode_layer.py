@@ -78,7 +78,7 @@ class Layer:
                 unpack_zeros(tensors["zeros"][expert])[:, : bank.n],
             )
             if bank.projections == 2:
-                parts = tuple(torch.cat((part[:, 0::2], part[:, 1::2]), 1) for part in parts)  # type: ignore[assignment]
+                parts = tuple(torch.cat((part[:, 0::2], part[:, 1::2]), 1) for part in parts)  # type: ignore[assignment]  # as many
             found.append(Numbers(*parts))
         return found[0], found[1]
 

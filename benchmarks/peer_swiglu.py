@@ -10,7 +10,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _swiglu(inner, both, width, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(inner, both, width, block: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton types it
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     there = columns < width
