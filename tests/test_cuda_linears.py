@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from card import CARD, needs_card
+from cuda_layers import BOUND, error_of, layer_on, moe64, step, weights_of
+from cuda_layers import run as run_layer
 
 from loader import Policy, native
 from loader.bank import ABSENT, BankSpec, LayerSpec, pack_codes, pack_zeros
@@ -30,7 +32,6 @@ pytestmark = needs_card()
 
 DIALECTS = ("awq-gemm", "ct-int4-asym", "ct-nvfp4", "modelopt-nvfp4")
 CPU = torch.device("cpu")
-BOUND = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 TOKENS = (*range(1, 10), 16, 64, 300)
 
 
@@ -188,6 +189,19 @@ def test_a_fast_step_allocates_nothing(module: PreparedLinear) -> None:
     for _ in range(100):
         native.linear(out, module._scratch[0], x, *call)
     assert torch.cuda.memory_stats(CARD)["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("family", range(1, len(FAMILIES)))
+def test_a_small_launch_leaves_a_layer_its_shared_memory(tmp_path: Path, family: int) -> None:
+    # Both run the same kernel; what a launch may ask for is set for the kernel, not for the launch.
+    layer = layer_on(CARD, tmp_path, "awq-gemm", "compact", "exact", 1)
+    weights = weights_of(layer_on("cpu", tmp_path, "awq-gemm", "compact", "exact", 1))
+    small, _ = linear_of(256, 256, 64, 0)
+    x, ids, router = step(64, torch.float16)
+    wanted = moe64(weights, x, ids, router)
+    for _ in range(2):
+        run(small, torch.randn(1, 256, device=CARD).half(), (1, 8, family))
+        assert error_of(run_layer(layer, x, ids, router, (1, 64, family)), wanted) <= 1e-3
 
 
 def bad_inputs() -> dict[str, dict[str, Callable[[Any], Any]]]:
