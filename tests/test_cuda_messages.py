@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
