@@ -143,6 +143,7 @@ def linear_of(n: int, k: int, group: int, phase: int) -> tuple[PreparedLinear, t
         (34, 104, 32, 0),
         (2, 16, 16, 0),
         (6144, 64, 64, 0),
+        (64, 16384, 128, 0),  # more rows than can be staged
     ],
 )
 def test_products_at_every_token_count(n: int, k: int, group: int, phase: int) -> None:

@@ -74,6 +74,21 @@ def test_more_rows_of_one_expert_than_a_pass_takes(layer: PreparedExperts, famil
     assert error_of(both[0], both[1].double().cpu()) <= 2e-3
 
 
+@pytest.mark.parametrize("wild", (float("nan"), float("inf")))
+@pytest.mark.parametrize("dialect", ("awq-gemm", "ct-nvfp4"))
+def test_a_wild_activation_spoils_its_own_token_alone(
+    tmp_path: Path, dialect: str, wild: float
+) -> None:
+    mine = layer_on(CARD, tmp_path, dialect, "compact", "exact", 1)
+    for dtype, tokens in product(BOUND, (1, 3, 8)):
+        x, ids, weights = step(tokens, dtype)
+        ids.clamp_(0, EXPERTS - 1)
+        good = run(mine, x, ids, weights)
+        x[tokens - 1, 77] = wild
+        y = run(mine, x, ids, weights)
+        assert torch.equal(y[:-1], good[:-1]) and not y[-1].isfinite().any()
+
+
 def test_as_many_tokens_as_one_step_takes(layer: PreparedExperts) -> None:
     serving = native.implementation_for(CARD)
     assert serving is not None and serving.most_tokens is not None

@@ -39,13 +39,22 @@ QPN_DEVICE const uint16_t* input_of(const Step& step, const Routing& routing, in
                   : step.hidden + int64_t(row) * step.hidden_pitch;
 }
 
+// The sum of one row and column, on its way: W13 to `hidden`, W2 to `y`. Every lane takes part.
+template <class Act, bool kFirst>
+QPN_DEVICE void give(const Step& step, int32_t row, int32_t slot, int32_t column, float sum) {
+    if (kFirst)
+        give_hidden<Act>(step, row, slot, column, sum);
+    else if (column < step.w2.n)
+        step.y[int64_t(row) * step.w2.n + column] =
+            uint16_t(Act::from_float(apply_global(step.w2, slot, column, sum)));
+}
+
 // Adds up what the warps of each tile have left at `part` (warps, kPassRows, kPitch) and gives it
 // on. Where several warps share a tile, whole warps share out the rows; alone, a warp adds up its
 // own.
 template <class Act, bool kFirst>
 QPN_DEVICE void add_up(const Step& step, const Routing& routing, int32_t pass, int32_t first_tile,
                        int32_t abreast, int32_t splits, uint32_t part, int32_t warps) {
-    const Bank& bank = kFirst ? step.w13 : step.w2;
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32_t rows = routing.pass_rows[pass] & 15, slot = routing.pass_slot[pass];
     const int32_t first = splits > 1 ? warp : warp * rows,
@@ -57,12 +66,7 @@ QPN_DEVICE void add_up(const Step& step, const Routing& routing, int32_t pass, i
         float sum = 0.0f;
         for (int32_t s = 0; s < splits; ++s, from += kPassRows * kPitch * 4)
             sum += read_float(from);
-        const int32_t row = routing.row_of(pass, number);
-        if (kFirst)
-            give_hidden<Act>(step, row, slot, column, sum);
-        else if (column < bank.n)
-            step.y[int64_t(row) * bank.n + column] =
-                uint16_t(Act::from_float(apply_global(bank, slot, column, sum)));
+        give<Act, kFirst>(step, routing.row_of(pass, number), slot, column, sum);
     }
 }
 

@@ -36,5 +36,7 @@ QPN_DEVICE uint32_t pinned(uint32_t value) {
     asm volatile("mov.u32 %0, %0;" : "+r"(value));
     return value;
 }
+// The same for a constant of all lanes, which would else stand in every instruction.
+QPN_DEVICE uint32_t pinned_constant(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
 }  // namespace qpn
 #endif

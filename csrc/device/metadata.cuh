@@ -60,10 +60,18 @@ QPN_DEVICE void read_raw(Raw<kKind, kLayout>& raw, uint32_t at, int from) {
     }
 }
 
-// Scales and zero points as fp32, `float_one` being the bits of 2^23; e2m1 has no zero points.
-template <int kKind, int kLayout>
+// The low four bits; `float_one` is 2^23: an integer as its low bits is as much more.
+template <class Number>
+QPN_DEVICE Number four_bits(uint32_t bits, uint32_t float_one) {
+    if constexpr (Number(0.5f) == Number(0)) return Number(bits & 0xfu);
+    return bits_to_float((bits & 0xfu) | float_one) - 8388608.0f;
+}
+
+// Scales as fp32, zero points as fp32 or integers, `float_one` being the bits of 2^23; e2m1 has no
+// zero points.
+template <int kKind, int kLayout, class Zero>
 QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_t float_one,
-                       float (&scale)[4], float (&zero)[4]) {
+                       float (&scale)[4], Zero (&zero)[4]) {
     const uint32_t (&r)[Raw<kKind, kLayout>::kWords] = raw.r;
     if constexpr (kKind == kE2m1) {
         uint32_t pair[2];
@@ -74,15 +82,15 @@ QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             scale[i] = half_to_float(pair[i / 2] >> (16 * (i % 2)));
-            zero[i] = 0.0f;
+            zero[i] = Zero(0);
         }
     } else if constexpr (kLayout == kWide) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             scale[i] = half_to_float(r[i] & 0xffffu);
             // A zero scale has lost its zero point, and needs none.
-            zero[i] =
-                scale[i] == 0.0f ? 0.0f : rintf(__fdividef(-half_to_float(r[i] >> 16), scale[i]));
+            zero[i] = Zero(
+                scale[i] == 0.0f ? 0.0f : rintf(__fdividef(-half_to_float(r[i] >> 16), scale[i])));
         }
     } else if constexpr (kLayout == kRecord) {
         const uint32_t half[4] = {r[0] & 0xffffu, (r[0] >> 24) | ((r[1] & 0xffu) << 8), r[1] >> 16,
@@ -91,7 +99,7 @@ QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             scale[i] = half_to_float(half[i]);
-            zero[i] = float(z[i]);
+            zero[i] = Zero(z[i]);
         }
     } else {
         const bool bf16 = bank.scale_dtype == kBf16;
@@ -103,10 +111,8 @@ QPN_DEVICE void decode(const Raw<kKind, kLayout>& raw, const Bank& bank, uint32_
 #pragma unroll
             for (int i = 0; i < 4; ++i) scale[i] = half_to_float(r[i / 2] >> (16 * (i % 2)));
         }
-        // `float_one` is 2^23: an integer as its low bits is as much more.
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            zero[i] = bits_to_float((r[2] >> (4 * i) & 0xfu) | float_one) - 8388608.0f;
+        for (int i = 0; i < 4; ++i) zero[i] = four_bits<Zero>(r[2] >> (4 * i), float_one);
     }
 }
 

@@ -12,25 +12,8 @@
 
 namespace qpn {
 
-// Where a warp stands in its ring.
-template <class F, int kAhead>
-struct Turn {
-    uint32_t slot, full, parity = 0;
-    const uint32_t ring, end;  // end of the barriers
-    QPN_DEVICE Turn(uint32_t base, const OneLayout& at, int32_t pair)
-        : slot(base + pair * (kAhead * F::kBytes)),
-          full(base + at.barriers + pair * (kAhead * 16)),
-          ring(slot),
-          end(full + kAhead * 16) {}
-    QPN_DEVICE void next() {
-        slot += F::kBytes;
-        full += 16;
-        if (full == end) slot = ring, full -= kAhead * 16, parity ^= 1;
-    }
-};
-
 template <class F, int kAhead, bool kFirst>
-QPN_DEVICE void copy_share(Turn<F, kAhead> turn, const OneStep& step, const Chosen& chosen,
+QPN_DEVICE void copy_share(Turn<F::kBytes, kAhead> turn, const OneStep& step, const Chosen& chosen,
                            const Run<kFirst>& run, const Share& share, int lane) {
     const Bank& bank = step.bank;
     int32_t chunk = share.chunk, expert, tile;
@@ -41,7 +24,7 @@ QPN_DEVICE void copy_share(Turn<F, kAhead> turn, const OneStep& step, const Chos
     for (int32_t left = share.end - share.begin; left > 0; --left) {
         if (!aimed) source.at(bank, chosen.slot_of(expert), tile, chunk, lane);
         aimed = true;
-        wait_at(turn.full + 8, turn.parity ^ 1);
+        turn.wait_empty();
         F::copy(turn.slot, turn.full, bank, source, lane);
         turn.next();
         source.advance();
@@ -57,10 +40,12 @@ QPN_DEVICE void copy_share(Turn<F, kAhead> turn, const OneStep& step, const Chos
 // `row` has the digits and notes of the row that the share begins in; those of the next expert
 // follow `row_bytes` later.
 template <class F, int kAhead, bool kFirst>
-QPN_DEVICE void multiply_share(Turn<F, kAhead> turn, const OneStep& step, const Run<kFirst>& run,
-                               const Share& share, const OneLayout& at, uint32_t base, uint32_t row,
-                               int32_t row_bytes, int32_t warp, int lane) {
+QPN_DEVICE void multiply_share(Turn<F::kBytes, kAhead> turn, const OneStep& step,
+                               const Run<kFirst>& run, const Share& share, const OneLayout& at,
+                               uint32_t base, uint32_t row, int32_t row_bytes, int32_t warp,
+                               int lane) {
     const SingleLane map(lane);
+    const Bytes<F::kKind> bytes{};
     int32_t left = share.end - share.begin, chunk = share.chunk;
     uint32_t digits = map.brings ? row + map.digits + chunk * kDigitBytes : base + at.zeros;
     uint32_t notes = row + at.notes + (chunk * kChunkBlocks + lane % 4) * kNoteBytes;
@@ -68,10 +53,9 @@ QPN_DEVICE void multiply_share(Turn<F, kAhead> turn, const OneStep& step, const 
     float total[4] = {};
 #pragma unroll 1
     while (left > 0) {
-        wait_at(turn.full, turn.parity);
-        F::consume(total, turn.slot, step.bank, digits, notes, map);
-        __syncwarp();
-        if (lane == 0) arrive_at(turn.full + 8);
+        turn.wait_full();
+        F::consume(total, turn.slot, step.bank, digits, notes, map, bytes);
+        turn.give_back(lane);
         turn.next();
         digits += map.brings & kDigitBytes;
         notes += kChunkBlocks * kNoteBytes;
@@ -91,12 +75,10 @@ QPN_DEVICE void multiply_share(Turn<F, kAhead> turn, const OneStep& step, const 
 template <bool kFirst>
 QPN_DEVICE uint32_t find_parts(const OneStep& step, const Run<kFirst>& run, const OneLayout& at,
                                uint32_t base, int32_t number, int lane) {
-    const Share share(run, lane % kPairs);
-    const int32_t first = number * run.chunks;
-    const bool takes_part =
-        share.begin < first + run.chunks && share.end > first && share.begin < share.end;
+    const Share share(run.all, run.chunks, lane % kPairs);
     const int32_t place = lane % kPairs * step.partials + number - share.number;
-    return pinned(base + (takes_part ? at.part + place * (kTile * 4) : at.zeros));
+    return pinned(base +
+                  (share.touches(number, run.chunks) ? at.part + place * (kTile * 4) : at.zeros));
 }
 QPN_DEVICE float sum_parts(uint32_t from, int lane) {
     float each[kPairs], sum = 0.0f;
@@ -106,17 +88,6 @@ QPN_DEVICE float sum_parts(uint32_t from, int lane) {
 #pragma unroll
     for (int w = 0; w < kPairs; ++w) sum += each[w];
     return sum;
-}
-
-template <int kSlots>
-QPN_DEVICE void open_rings(uint32_t barriers) {
-    // Of each slot: "full", at which every lane's copies arrive and the bytes that one lane
-    // expects; "empty". The last one is for the rows of W2.
-    const uint32_t arrivals = QPN_ARCH >= 900 ? 33 : 32;
-#pragma unroll 1
-    for (int i = threadIdx.x; i <= 2 * kSlots; i += kOneThreads)
-        open_barrier(barriers + i * 8, i % 2 == 0 && i < 2 * kSlots ? arrivals : 1);
-    show_barriers();
 }
 
 // The token's activations as digits, by the warps that multiply.
@@ -179,7 +150,7 @@ QPN_DEVICE void finish(const OneStep& step, const Chosen& chosen, const Run<kFir
             give_tile<F>(step, expert, tile, value, lane);
         else
             write_word(base + at.results + (number * kTile + lane) * 4, __float_as_uint(value));
-        number += kOneWarps;
+        number += kPairWarps;
         if (number < run.count) parts = find_parts(step, run, at, base, number, lane);
     }
 }
@@ -197,7 +168,11 @@ QPN_DEVICE void one_token(const OneStep& step) {
     // What the router chose is there once the launch before W13 has ended: W13 waits for that, and
     // W2 starts after it did.
     if (!kFirst) id = Chosen::id_of(step, lane);
-    open_rings<kPairs * kAhead>(base + at.barriers);
+    // Each lane's copies arrive at a slot, and so do the bytes that one lane expects.
+    open_rings<kPairs * kAhead>(base + at.barriers, QPN_ARCH >= 900 ? 33 : 32);
+    const uint32_t rows_there = base + at.barriers + kPairs * kAhead * 16;
+    if (threadIdx.x == 0) open_barrier(rows_there, 1);
+    show_barriers();
     if (threadIdx.x < kTile) write_word(base + at.zeros + threadIdx.x * 4, 0);
     if (kFirst && threadIdx.x < 32) {
         prefetch_line(step.ids);
@@ -212,8 +187,8 @@ QPN_DEVICE void one_token(const OneStep& step) {
 
     const Chosen chosen(step, id, lane);
     const Run<kFirst> run(step, chosen);
-    const Share share(run, pair);
-    const Turn<F, kAhead> turn(base, at, pair);
+    const Share share(run.all, run.chunks, pair);
+    const Turn<F::kBytes, kAhead> turn(base, base + at.barriers, pair);
     const uint32_t parts = find_parts(step, run, at, base, warp, lane);
     if (warp >= kPairs) {
         copy_share<F, kAhead>(turn, step, chosen, run, share, lane);
@@ -225,7 +200,7 @@ QPN_DEVICE void one_token(const OneStep& step) {
             sync_warps(1, kMultiplyThreads);
         } else {
             wait_for_launch_before();
-            take_rows(step, chosen.count * at.row, rows, base + at.barriers + kPairs * kAhead * 16);
+            take_rows(step, chosen.count * at.row, rows, rows_there);
         }
         multiply_share<F, kAhead>(turn, step, run, share, at, base,
                                   kFirst ? rows : rows + share.number * at.row, kFirst ? 0 : at.row,

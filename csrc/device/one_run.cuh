@@ -3,12 +3,10 @@
 #pragma once
 #include "digits.cuh"
 #include "routing.cuh"
+#include "turn.cuh"
 
 namespace qpn {
 
-constexpr int kPairs = 8;  // warps that multiply, and as many that copy
-constexpr int kOneWarps = 2 * kPairs, kOneThreads = kOneWarps * 32;
-constexpr int kMultiplyThreads = kPairs * 32;
 constexpr int kMostChosen = 32;  // experts of the token
 
 // One of the two launches, of W13 or of W2.
@@ -24,10 +22,6 @@ struct OneStep {
     int32_t hidden_chunks;  // of a row of `hidden`
     int32_t partials;       // see partials_of
 };
-
-// Partial sums of a warp: of the tiles (or experts) of a block, `many` at most, that its part of
-// the run can touch.
-QPN_BOTH int32_t partials_of(int32_t many) { return (many + kPairs - 1) / kPairs + 1; }
 
 // Shared memory, in bytes from its start, where the rings are.
 struct OneLayout {
@@ -102,21 +96,6 @@ struct Run {
         if (!kFirst) return;
         expert = uint32_t(first_tile + number) / uint32_t(step.bank.tiles);
         tile = first_tile + number - expert * step.bank.tiles;
-    }
-};
-
-// What one warp multiplies, and another copies.
-struct Share {
-    int32_t begin, end;  // chunks of the run
-    int32_t number;      // tile or expert that it begins in
-    int32_t chunk;       // of that
-
-    template <bool kFirst>
-    QPN_DEVICE Share(const Run<kFirst>& run, int32_t pair) {
-        begin = run.all * pair / kPairs;
-        end = run.all * (pair + 1) / kPairs;
-        number = uint32_t(begin) / uint32_t(run.chunks);
-        chunk = begin - number * run.chunks;
     }
 };
 

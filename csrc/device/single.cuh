@@ -17,21 +17,21 @@ namespace qpn {
 template <int kKind>
 struct Bytes {
     static constexpr float kOffset = 0.0f, kBack = 1.0f;
-    static QPN_DEVICE void unpack(uint32_t w, uint32_t& first, uint32_t& second) {
+    QPN_DEVICE void unpack(uint32_t w, uint32_t& first, uint32_t& second) const {
         first = w & 0x0f0f0f0fu;
         second = w >> 4 & 0x0f0f0f0fu;
     }
 };
 // Looked up: a selector with its high bit set takes the sign of the byte instead, which is 0
-// throughout; so the two tables never meet.
+// throughout; so the two tables never meet. An instruction has room for one of a table's halves.
 template <>
 struct Bytes<kE2m1> {
     static constexpr float kOffset = 64.0f, kBack = 0.5f;
-    static QPN_DEVICE void unpack(uint32_t w, uint32_t& first, uint32_t& second) {
-        const uint32_t minus = w ^ 0x88888888u;
-        first = prmt(0x43424140u, 0x4c484644u, w) | prmt(0x3d3e3f40u, 0x34383a3cu, minus);
-        second =
-            prmt(0x43424140u, 0x4c484644u, w >> 16) | prmt(0x3d3e3f40u, 0x34383a3cu, minus >> 16);
+    const uint32_t plus = pinned_constant(0x43424140u), minus = pinned_constant(0x3d3e3f40u);
+    QPN_DEVICE void unpack(uint32_t w, uint32_t& first, uint32_t& second) const {
+        const uint32_t other = w ^ 0x88888888u;
+        first = prmt(plus, 0x4c484644u, w) | prmt(minus, 0x34383a3cu, other);
+        second = prmt(plus, 0x4c484644u, w >> 16) | prmt(minus, 0x34383a3cu, other >> 16);
     }
 };
 
@@ -55,8 +55,7 @@ struct SingleLane {
         place = pinned(t * 8 + four);
         digits = pinned(t * 64 + g % 2 * 32);
         brings = pinned(g / 2 == t ? 0xffffffffu : 0u);
-        float_one =
-            __shfl_sync(0xffffffffu, 0x4b000000u, 0);  // or it would stand in every instruction
+        float_one = pinned_constant(0x4b000000u);
     }
     static QPN_DEVICE int columns(int lane) { return (lane / 4 + 2 * (lane % 4)) & 7; }
     // The lane with the same columns and t ^ d.
@@ -125,7 +124,8 @@ struct Single {
     // Adds one chunk. `digits`: of the chunk where this lane brings some, else 32 bytes of 0;
     // `notes`: of this lane's block.
     static QPN_DEVICE void consume(float (&total)[4], uint32_t slot, const Bank& bank,
-                                   uint32_t digits, uint32_t notes, const SingleLane& map) {
+                                   uint32_t digits, uint32_t notes, const SingleLane& map,
+                                   const Bytes<kKind>& bytes) {
         int32_t low[2][4] = {}, high[2][4] = {};
         const Vector x[2] = {read_vector(digits), read_vector(digits + 16)};
 #pragma unroll
@@ -134,10 +134,10 @@ struct Single {
             const uint32_t b0 = i % 2 ? x[i / 2].z : x[i / 2].x,
                            b1 = i % 2 ? x[i / 2].w : x[i / 2].y;
             uint32_t a[4][2];
-            Bytes<kKind>::unpack(v.x, a[0][0], a[0][1]);
-            Bytes<kKind>::unpack(v.y, a[1][0], a[1][1]);
-            Bytes<kKind>::unpack(v.z, a[2][0], a[2][1]);
-            Bytes<kKind>::unpack(v.w, a[3][0], a[3][1]);
+            bytes.unpack(v.x, a[0][0], a[0][1]);
+            bytes.unpack(v.y, a[1][0], a[1][1]);
+            bytes.unpack(v.z, a[2][0], a[2][1]);
+            bytes.unpack(v.w, a[3][0], a[3][1]);
             mma_16x8x32(low[i / 2], a[0][0], a[1][0], a[0][1], a[1][1], b0, b1);
             mma_16x8x32(high[i / 2], a[2][0], a[3][0], a[2][1], a[3][1], b0, b1);
         }

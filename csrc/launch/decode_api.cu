@@ -41,7 +41,7 @@ QPN_API int64_t qpn_cuda_moe_most_rows(const int64_t* numbers, int64_t dtype, in
                                        int64_t block_bytes) {
     qpn::Step step{};
     if (!shaped(numbers, step)) return -1;
-    return qpn::moe_most_rows(step, numbers[0] != 0, dtype, family, block_bytes);
+    return qpn::moe_most_rows(step, {dtype, family, numbers[0] != 0}, block_bytes);
 }
 
 QPN_API int qpn_cuda_moe(const qpn::MoeCall* call, const int64_t* numbers, void* const* tensors,

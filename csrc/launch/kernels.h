@@ -11,15 +11,37 @@ enum Part : int {
     kSum = 2,     // the weighted sum of passes
 };
 
+// Runs of so many blocks of 32 rows lie in one group for sure.
+inline bool in_one_group(const Bank& bank, int blocks) {
+    return bank.groups == 1 ||
+           (bank.group_segments % (2 * blocks) == 0 && bank.phase_segments % (2 * blocks) == 0);
+}
+
 struct Kernel {
     void (*run)(const Step);
     int32_t warps;
-    int32_t ring_bytes;  // shared memory of all rings of a block
+    int32_t blocks;  // of a processor
+    // Shared memory of a block, of a step with so many experts and rows.
+    int64_t (*shared_bytes)(const Bank& bank, int64_t experts, int64_t rows);
 };
 
+// Any bank.
 Kernel m16_half(Part part, const Bank& bank, bool fused);
 Kernel m16_bf16(Part part, const Bank& bank, bool fused);
 Kernel quadpair_half(Part part, const Bank& bank, bool fused);
+// int4 with blocks of 32 rows in one group; `run` is null for other banks.
+Kernel grouped_half(Part part, const Bank& bank);
+Kernel grouped_bf16(Part part, const Bank& bank);
+
+// Which kernels a call may have.
+struct Choice {
+    int64_t dtype, family;  // Float, Family
+    bool fused;
+    Kernel any(Part part, const Bank& bank) const;
+    // The fastest one for a block of so much shared memory.
+    Kernel fastest(Part part, const Bank& bank, int64_t experts, int64_t rows,
+                   int64_t block_bytes) const;
+};
 
 // The kernel of one token, for W13 or for W2.
 constexpr int32_t kOneAhead = 4;  // chunks of a ring
@@ -31,7 +53,6 @@ OneKernel one_half(const Bank& bank, bool first);
 OneKernel one_bf16(const Bank& bank, bool first);
 
 // Most rows of a step that a block of so much shared memory serves; the banks have their shapes.
-int64_t moe_most_rows(const Step& step, bool fused, int64_t dtype, int64_t family,
-                      int64_t block_bytes);
+int64_t moe_most_rows(const Step& step, const Choice& choice, int64_t block_bytes);
 
 }  // namespace qpn

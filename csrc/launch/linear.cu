@@ -2,7 +2,6 @@
 // leave for the weighted sum is the output.
 #include "linear.h"
 
-#include "../device/closing.cuh"
 #include "kernels.h"
 #include "shared.h"
 
@@ -30,12 +29,6 @@ const char* check(const LinearCall& call, const Bank& bank) {
     return nullptr;
 }
 
-Kernel kernel_of(const LinearCall& call, const Bank& bank, bool fused) {
-    if (call.family == kQuadpair) return quadpair_half(kSecond, bank, fused);
-    return call.dtype == kBfloat16 ? m16_bf16(kSecond, bank, fused)
-                                   : m16_half(kSecond, bank, fused);
-}
-
 // Warps that share the K of a tile: a power of two that leaves each four chunks or more.
 int32_t splits_of(const Bank& bank, int32_t warps) {
     int32_t splits = 1;
@@ -43,7 +36,7 @@ int32_t splits_of(const Bank& bank, int32_t warps) {
     return splits;
 }
 
-cudaError_t launch(const Kernel& kernel, const Step& step, cudaStream_t stream) {
+cudaError_t launch(const Choice& choice, Step& step, cudaStream_t stream) {
     int device = 0, processors = 0, block_bytes = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess)
@@ -51,13 +44,16 @@ cudaError_t launch(const Kernel& kernel, const Step& step, cudaStream_t stream) 
     if (status == cudaSuccess)
         status =
             cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    const PassLayout at(kernel.warps, 1, step.tokens, kernel.ring_bytes);
-    if (status == cudaSuccess) status = allow_shared(kernel.run, at.bytes, block_bytes);
+    if (status != cudaSuccess) return status;
+    const Kernel kernel = choice.fastest(kSecond, step.w2, 1, step.tokens, block_bytes);
+    step.splits2 = splits_of(step.w2, kernel.warps);
+    const int64_t bytes = kernel.shared_bytes(step.w2, 1, step.tokens);
+    status = allow_shared(kernel.run, bytes, block_bytes);
     if (status != cudaSuccess) return status;
     const int64_t passes = (step.tokens + kPassRows - 1) / kPassRows;
-    const int64_t tasks = passes * step.w2.tiles, most = 2 * processors;
-    kernel.run<<<unsigned(tasks < most ? tasks : most), unsigned(kernel.warps) * 32,
-                 size_t(at.bytes), stream>>>(step);
+    const int64_t tasks = passes * step.w2.tiles, most = kernel.blocks * processors;
+    kernel.run<<<unsigned(tasks < most ? tasks : most), unsigned(kernel.warps) * 32, size_t(bytes),
+                 stream>>>(step);
     return cudaGetLastError();
 }
 
@@ -80,9 +76,7 @@ const char* linear(const LinearCall& call, Step& step, bool fused, cudaStream_t 
     step.top_k = step.experts = 1;
     step.ids_are_64 = 0;
     step.weight_dtype = kFloat32;
-    const Kernel kernel = kernel_of(call, step.w2, fused);
-    step.splits2 = splits_of(step.w2, kernel.warps);
-    status = launch(kernel, step, stream);
+    status = launch({call.dtype, call.family, fused}, step, stream);
     return nullptr;
 }
 

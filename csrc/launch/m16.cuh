@@ -27,17 +27,14 @@ template <class F, int kWarps, int kAhead>
 Kernel of_pass(Part part) {
     return {part == kFirst ? passes_kernel<F, kWarps, kAhead, true>
                            : passes_kernel<F, kWarps, kAhead, false>,
-            kWarps, kWarps * kAhead * F::S::kBytes};
+            kWarps, 2, [](const Bank&, int64_t experts, int64_t rows) {
+                const int32_t ring = kWarps * kAhead * F::S::kBytes;
+                return int64_t(PassLayout(kWarps, experts, rows, ring).bytes);
+            }};
 }
 template <class F>
 Kernel shaped_pass(Part part) {
     return of_pass<F, 8, 3>(part);
-}
-
-// Blocks of 32 rows that lie in one group for sure.
-inline bool aligned(const Bank& bank, int blocks) {
-    return bank.groups == 1 ||
-           (bank.group_segments % (2 * blocks) == 0 && bank.phase_segments % (2 * blocks) == 0);
 }
 
 template <class Act, int kKind, int kLayout, bool kFused>
@@ -45,10 +42,10 @@ Kernel pick_layout(Part part, const Bank& bank) {
     if constexpr (kFused || kKind == kE2m1) {
         return shaped_pass<Rows<Act, kKind, kLayout, 0, kFused>>(part);
     } else {
-        if (aligned(bank, kChunkBlocks))
+        if (in_one_group(bank, kChunkBlocks))
             return shaped_pass<Rows<Act, kKind, kLayout, kChunkBlocks, false>>(part);
-        return aligned(bank, 1) ? shaped_pass<Rows<Act, kKind, kLayout, 1, false>>(part)
-                                : shaped_pass<Rows<Act, kKind, kLayout, 0, false>>(part);
+        return in_one_group(bank, 1) ? shaped_pass<Rows<Act, kKind, kLayout, 1, false>>(part)
+                                     : shaped_pass<Rows<Act, kKind, kLayout, 0, false>>(part);
     }
 }
 
@@ -61,7 +58,7 @@ Kernel pick_int4(Part part, const Bank& bank) {
 
 template <class Act>
 Kernel pick(Part part, const Bank& bank, bool fused) {
-    if (part == kSum) return {sum_kernel<Act>, 2, 0};
+    if (part == kSum) return {sum_kernel<Act>, 2, 0, nullptr};
     if (bank.kind == kE2m1)
         return bank.layout == kWide ? pick_layout<Act, kE2m1, kWide, false>(part, bank)
                                     : pick_layout<Act, kE2m1, kCompact, false>(part, bank);

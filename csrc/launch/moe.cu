@@ -30,12 +30,6 @@ struct Launcher {
     bool fused;
     cudaStream_t stream;
 
-    Kernel kernel(Part part) const {
-        const Bank& bank = part == kFirst ? step.w13 : step.w2;
-        if (call.family == kQuadpair) return quadpair_half(part, bank, fused);
-        return call.dtype == kBfloat16 ? m16_bf16(part, bank, fused) : m16_half(part, bank, fused);
-    }
-
     // With the leave to start before the launch before has ended, where the card knows that.
     template <class Arguments>
     cudaError_t run(void (*kernel)(Arguments), dim3 grid, int32_t warps, int64_t shared,
@@ -87,9 +81,9 @@ struct Launcher {
         // One block of W13 a processor, never two: W2 starts beside it, and then all end together.
         if (bytes13 + bytes2 <= card.block_bytes && bytes13 <= card.block_bytes / 2)
             bytes13 = card.block_bytes / 2 + 1024;
-        status = run(first.run, dim3(unsigned(blocks)), kOneWarps, bytes13, one);
+        status = run(first.run, dim3(unsigned(blocks)), kPairWarps, bytes13, one);
         if (status == cudaSuccess)
-            status = run(second.run, dim3(unsigned(step.w2.tiles)), kOneWarps, bytes2, two);
+            status = run(second.run, dim3(unsigned(step.w2.tiles)), kPairWarps, bytes2, two);
         return true;
     }
 
@@ -99,24 +93,26 @@ struct Launcher {
 
     // False where the compaction does not fit into one block's shared memory.
     bool passes(cudaError_t& status) {
-        const int64_t rows = call.tokens * call.top_k;
-        const Kernel first = kernel(kFirst), second = kernel(kSecond);
-        const PassLayout one(first.warps, step.w13.experts, rows, first.ring_bytes),
-            two(second.warps, step.w13.experts, rows, second.ring_bytes);
-        if (one.bytes > card.block_bytes - kSystemSharedBytes ||
-            two.bytes > card.block_bytes - kSystemSharedBytes)
+        const int64_t rows = call.tokens * call.top_k, experts = step.w13.experts;
+        const Choice choice{call.dtype, call.family, fused};
+        const Kernel first = choice.fastest(kFirst, step.w13, experts, rows, card.block_bytes);
+        const Kernel second = choice.fastest(kSecond, step.w2, experts, rows, card.block_bytes);
+        const int64_t one = first.shared_bytes(step.w13, experts, rows),
+                      two = second.shared_bytes(step.w2, experts, rows);
+        if (one > card.block_bytes - kSystemSharedBytes ||
+            two > card.block_bytes - kSystemSharedBytes)
             return false;
         step.splits13 = splits_of(step.w13, first.warps, 2);
         step.splits2 = splits_of(step.w2, second.warps, 4);
-        const int64_t most = 2 * card.processors;
-        const auto blocks = [&](const Bank& bank) {
-            return dim3(unsigned(rows * bank.tiles < most ? rows * bank.tiles : most));
+        const auto launch = [&](const Kernel& kernel, const Bank& bank, int64_t bytes) {
+            const int64_t tasks = rows * bank.tiles, most = kernel.blocks * card.processors;
+            return run(kernel.run, dim3(unsigned(tasks < most ? tasks : most)), kernel.warps, bytes,
+                       step);
         };
-        status = run(first.run, blocks(step.w13), first.warps, one.bytes, step);
-        if (status == cudaSuccess)
-            status = run(second.run, blocks(step.w2), second.warps, two.bytes, step);
+        status = launch(first, step.w13, one);
+        if (status == cudaSuccess) status = launch(second, step.w2, two);
         if (status != cudaSuccess) return true;
-        const Kernel sum = kernel(kSum);
+        const Kernel sum = choice.any(kSum, step.w2);
         const int64_t columns = int64_t(sum.warps) * 32 * 8;
         status =
             run(sum.run,

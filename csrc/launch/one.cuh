@@ -8,7 +8,7 @@ namespace one {
 
 // Two blocks a processor: that of W2 comes while that of W13 is at work.
 template <class F, bool kFirst>
-__global__ void __launch_bounds__(kOneThreads, 2) kernel(const __grid_constant__ OneStep step) {
+__global__ void __launch_bounds__(kPairThreads, 2) kernel(const __grid_constant__ OneStep step) {
 #if QPN_ARCH >= 800
     one_token<F, kOneAhead, kFirst>(step);
 #endif

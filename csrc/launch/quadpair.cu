@@ -15,16 +15,20 @@ __global__ void __launch_bounds__(64) quad_sum_kernel(const __grid_constant__ St
     sum_rows<Half>(step);
 }
 
+int64_t shared_bytes(const Bank&, int64_t experts, int64_t rows) {
+    return PassLayout(kWarps, experts, rows, 0).bytes;
+}
+
 template <bool kE2, bool kFused>
 Kernel quad(Part part) {
     return {part == kFirst ? quad_kernel<kE2, kFused, true> : quad_kernel<kE2, kFused, false>,
-            kWarps, 0};
+            kWarps, 2, shared_bytes};
 }
 
 }  // namespace
 
 Kernel quadpair_half(Part part, const Bank& bank, bool fused) {
-    if (part == kSum) return {quad_sum_kernel, 2, 0};
+    if (part == kSum) return {quad_sum_kernel, 2, 0, nullptr};
     if (bank.kind == kE2m1) return quad<true, false>(part);
     return fused ? quad<false, true>(part) : quad<false, false>(part);
 }
