@@ -156,7 +156,7 @@ def _name(call: ast.Call) -> str:
 
 
 _SENTENCE = re.compile(r'"((?:[A-Z] |[a-z]+[ \'])[^"\\]+)"')
-_LIBRARIES = {"host": ("host",), "card": ("launch", "host/check.cpp")}
+_LIBRARIES = {"host": ("host",), "card": ("launch", "host/check.cpp", "host/error.h")}
 
 
 def _native_sites() -> Iterator[Site]:
@@ -201,6 +201,7 @@ def record(reached: Reached) -> None:
     field: Any = vars(Error)["what"]
 
     def read(self: ctypes.Structure) -> bytes:
+        """The sentence."""
         said: bytes = field.__get__(self)
         files = {os.path.basename(path) for path, _ in _frames()}
         card = bool(files & {"cuda_core.py", "cuda_routes.py", "test_device_convert.py"})

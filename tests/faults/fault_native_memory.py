@@ -100,11 +100,11 @@ def threads(good: Path, wanted: list[torch.Tensor]) -> Outcome:
     inner = native.read
 
     def refused(*args: Any) -> Any:
-        SHIM.refuse_threads(1)
+        SHIM.allow_threads(ctypes.c_long(0))
         try:
             return inner(*args)
         finally:
-            SHIM.refuse_threads(0)
+            SHIM.allow_threads(ctypes.c_long(-1))
 
     with patched(native, "read", refused):
         experts = load(good)
@@ -118,14 +118,14 @@ def no_python_thread(good: Path) -> Outcome:
     for way in ("direct", "ahead"):
         before = Witness().left()
         with BenchSource(Bench(good, "", way)) as source:
-            SHIM.refuse_threads(1)
+            SHIM.allow_threads(ctypes.c_long(0))
             try:
                 load(source)
                 wrong.append("the load went on")
             except CapacityError as error:
                 wrong += [] if "thread could not be started" in str(error) else [str(error)]
             finally:
-                SHIM.refuse_threads(0)
+                SHIM.allow_threads(ctypes.c_long(-1))
         wrong += Witness().left().beyond(before)
     return Outcome("no thread", "planned", "direct, ahead", "CapacityError", wrong)
 

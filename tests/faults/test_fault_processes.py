@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fault_kinds import STATES
-from fault_probes import COMPILER, run_native_memory, run_probe
+from fault_probes import COMPILER, run_native_memory, run_probe, run_ring_memory
 
 from loader import native
 
@@ -27,3 +27,14 @@ def test_native_code_that_gets_no_memory(tmp_path: Path) -> None:
     found = run_native_memory(tmp_path)
     assert [outcome for outcome in found if outcome.wrong] == []
     assert len(found) == 9
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++ builds the shim that makes allocations fail")
+def test_a_ring_that_gets_no_memory_or_no_thread(tmp_path: Path) -> None:
+    found = run_ring_memory(tmp_path)
+    assert [outcome for outcome in found if outcome.wrong] == []
+    points = {outcome.kind: int(outcome.ended.split()[0]) for outcome in found}
+    assert points["no thread for a ring"] == 5
+    assert points["no memory in qpn_ring_submit"] > 3 < points["no memory in qpn_ring_open"]
+    assert points["no memory in a ring at work"] > 100
+    assert points["no memory in qpn_card_finish, refused"] == 1
