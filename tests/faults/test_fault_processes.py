@@ -26,7 +26,11 @@ def test_signals(probe: str) -> None:
 def test_native_code_that_gets_no_memory(tmp_path: Path) -> None:
     found = run_native_memory(tmp_path)
     assert [outcome for outcome in found if outcome.wrong] == []
-    assert len(found) == 9
+    points = {outcome.kind: outcome.ended for outcome in found}
+    assert len(points) == len(found) == 15
+    for name in ("qpn_moe", "qpn_linear", "qpn_dequantize"):
+        assert points[f"no memory in {name}"] == "0 points", "a step allocates nothing"
+        assert points[f"no memory in {name}, refused"] == "1 points"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no g++ builds the shim that makes allocations fail")
