@@ -12,7 +12,9 @@ import torch
 
 from loader.arguments import BOUNDARY, Arguments
 from loader.bank import ABSENT, BankSpec, LayerSpec, TensorSpec
+from loader.card import CardFacts
 from loader.cuda_linears import CudaLinears
+from loader.cuda_routes import CudaRoutes
 from loader.errors import LoaderError, UnsupportedError
 
 CARD = torch.device("cuda", 0)
@@ -124,3 +126,48 @@ def test_activations_that_the_kernels_do_not_take(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnsupportedError, match="do not take activations of this dtype") as caught:
         linear(x=x, out=out)
     assert caught.value.found == torch.float32
+
+
+# Layers
+
+LAYER = LayerSpec(BankSpec("int4", "compact", 4, 64, 128, 32, 0, 2, torch.float16), BANK)
+
+
+def moe(architecture: int = 90, **changes: Any) -> None:
+    """The operator of a card whose library is never reached."""
+    given: dict[str, Any] = {
+        "out": on_card(2, 64),
+        "scratch": on_card(4096, dtype=torch.float32),
+        "x": on_card(2, 64),
+        "topk_ids": on_card(2, 2, dtype=torch.int64),
+        "topk_weights": on_card(2, 2, dtype=torch.float32),
+        "expert_map": on_card(4, dtype=torch.int32),
+        "banks": [on_card(*t.shape, dtype=t.dtype) for b in LAYER.banks for t in b.tensors()],
+        "spec": LAYER.to_ints(),
+        "routes": [1, 64],
+        **changes,
+    }
+    core: Any = SimpleNamespace(library=None)
+    CudaRoutes(core, CardFacts("a card", architecture)).moe(**given)
+
+
+def test_ids_have_a_row_for_each_token_and_a_column_for_each_expert() -> None:
+    ids, weights = on_card(2, dtype=torch.int64), on_card(2, dtype=torch.float32)
+    error = refused("the shape of topk_ids", lambda: moe(topk_ids=ids, topk_weights=weights))
+    assert (error.expected, error.found) == ("(tokens, k)", (2,))
+    three = on_card(3, 2, dtype=torch.int64)
+    refused("the shape of topk_ids", lambda: moe(topk_ids=three))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [(90, torch.float32), (70, torch.float32), (70, torch.bfloat16)]
+)
+def test_activations_that_the_kernels_of_a_layer_do_not_take(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    x, out = (on_card(2, 64, dtype=dtype) for _ in range(2))
+    with pytest.raises(UnsupportedError, match="do not take activations of this dtype") as caught:
+        moe(architecture, x=x, out=out)
+    assert caught.value.found == dtype
+    assert ("bfloat16" in str(caught.value.expected)) == (architecture == 90)
