@@ -31,8 +31,8 @@ SHIM = ctypes.CDLL(os.environ["QPN_TEST_SHIM"])
 MOST = 4000
 """Allocations of one run, at most."""
 NO_MEMORY = "memory ran out inside native code"
-NBYTES = 60_000
-"""Of one chunk: 120 segments, so that every queue of the ring grows past its first block."""
+NBYTES = 30_000
+"""Of one chunk: 60 segments, so that every queue of the ring grows past its first block."""
 SLOTS, SLOT_BYTES, THREADS, CHUNKS = 4, 500, 3, 2
 
 
