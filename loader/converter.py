@@ -172,10 +172,10 @@ def guarded(layer: int | None, call: Callable[[], _Result]) -> _Result:
         return call()
     except LoaderError as error:
         raise error.at(layer=layer) from error
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        found = str(error) or None
-        raise CapacityError("memory ran out while converting", layer=layer, found=found) from error
     except Exception as error:
+        if memory.is_out_of_memory(error):
+            what, found = "memory ran out while converting", str(error) or None
+            raise CapacityError(what, layer=layer, found=found) from error
         raise ConversionError(
             f"the converter failed: {type(error).__name__}: {error}", layer=layer
         ) from error

@@ -9,6 +9,7 @@ them (:func:`merge_pages`).
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import sys
@@ -92,19 +93,37 @@ def merge_pages(tensors: Iterable[torch.Tensor]) -> None:
                 )
 
 
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "allocate memory")
+"""What torch says where it has no class for it: its allocator of the host, and CUDA beside its
+allocator of the card."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, of the system or of torch says that there was no memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
 @contextmanager
 def allocating(
     what: str, nbytes: int, layer: int | None = None, predicted_peak: int | None = None
 ) -> Iterator[None]:
     """Make a failed allocation inside the block a :class:`CapacityError` that says what for.
 
-    ``predicted_peak`` is what the plan had said of the whole load, in bytes.
+    ``predicted_peak`` is what the plan had said of the whole load, in bytes. What the system or
+    torch refuses for another reason is a :class:`LoaderError` that quotes it.
     """
     try:
         yield
     except LoaderError:
         raise
     except (MemoryError, OSError, RuntimeError) as error:  # of Python, of mmap, of torch
+        if not is_out_of_memory(error):
+            quoted = f"{type(error).__name__}: {error}"
+            raise LoaderError(f"{what} could not be made", layer=layer, found=quoted) from error
         raise CapacityError(
             f"memory for {what} could not be allocated",
             layer=layer,
@@ -134,7 +153,7 @@ def uncollected() -> Iterator[None]:
 def nothing_kept(on_card: bool = False) -> Iterator[None]:
     """An error that leaves the block keeps no memory: not in its frames, not in the allocator.
 
-    Where Python itself ran out of memory, that becomes a :class:`CapacityError`.
+    Where memory ran out and nobody has said what for, that becomes a :class:`CapacityError`.
     """
     handled = sys.exc_info()[1]
     try:
@@ -144,7 +163,7 @@ def nothing_kept(on_card: bool = False) -> Iterator[None]:
         return_to_system()
         if on_card and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        if isinstance(error, MemoryError):
+        if is_out_of_memory(error):
             raise CapacityError("memory ran out", found=str(error) or None) from error
         raise
 

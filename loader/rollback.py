@@ -13,13 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _Handler = Callable[[int, FrameType | None], object]
-_PASS, _ONCE, _HOLD = range(3)
+_PASS, _ONCE, _HOLD, _OVER = range(4)
 
 
 class _Signals:
@@ -27,23 +27,27 @@ class _Signals:
 
     A signal that has no such handler (SIGTERM, unless the application gave it one) does what it
     always does. What was held is handled once the handlers are back, each signal once.
+
+    Another signal may strike wherever a function is called, also where handlers are put in place
+    or back. Before and afterwards, what stands there nevertheless lets signals pass.
     """
 
-    def __init__(self, mode: int) -> None:
-        self.mode = mode
+    def __init__(self) -> None:
+        self.mode = _PASS
         self._handlers: dict[int, _Handler] = {}
         self._held: list[int] = []
 
-    def take(self) -> None:
+    def take(self, mode: int) -> None:
         """Stand before the handlers; one that raises meanwhile is the caller's."""
         try:
             for number in (signal.SIGINT, *range(1, signal.NSIG)):
-                handler = signal.getsignal(number)
+                handler = _own(signal.getsignal(number), number)
                 if callable(handler) and handler != self._come:
                     self._handlers[number] = handler
                     signal.signal(number, self._come)
         except ValueError:  # the main thread of another interpreter: it has no signals
             self._handlers.clear()
+        self.mode = mode
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         if self.mode == _HOLD:
@@ -58,12 +62,12 @@ class _Signals:
 
     def give_back(self) -> None:
         """Put the handlers back, then handle what was held."""
-        self.mode = _HOLD
         try:
+            self.mode = _HOLD
             self._restore()
         finally:
-            self.mode = _PASS  # should one not be back, what it does is what its own does
-            self._handle(self._held)
+            self.mode = _OVER  # should one not be back, what it does is what its own does
+            self._handle()
 
     def _restore(self) -> None:
         for number in reversed(self._handlers):
@@ -74,12 +78,22 @@ class _Signals:
                 self._restore()
                 raise
 
-    def _handle(self, held: list[int]) -> None:
-        if held:
+    def _handle(self) -> None:
+        if self._held:
+            number = self._held.pop(0)
             try:
-                self._handlers[held[0]](held[0], sys._getframe())
+                self._handlers[number](number, sys._getframe())
             finally:
-                self._handle(held[1:])
+                self._handle()
+
+
+def _own(handler: Any, number: int) -> Any:
+    """A handler, or where it is one that could not be put back, the one that it stands before."""
+    signals = getattr(handler, "__self__", None)
+    while isinstance(signals, _Signals) and signals.mode == _OVER:
+        handler = signals._handlers[number]
+        signals = getattr(handler, "__self__", None)
+    return handler
 
 
 class SignalsHeld:
@@ -89,12 +103,15 @@ class SignalsHeld:
     """
 
     def __enter__(self) -> SignalsHeld:
-        self._signals = _Signals(_HOLD)
+        self._signals = _Signals()
         if threading.current_thread() is threading.main_thread():
             try:
-                self._signals.take()
+                self._signals.take(_HOLD)
             except BaseException:  # the last one that came before it was held
-                self._signals.give_back()
+                try:  # in line, as below: another may strike as a function begins
+                    self._signals.give_back()
+                finally:
+                    self._signals.mode = _OVER
                 raise
         return self
 
@@ -104,13 +121,16 @@ class SignalsHeld:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._signals.give_back()
+        try:
+            self._signals.give_back()
+        finally:
+            self._signals.mode = _OVER
 
 
 class _Here(threading.local):
     """The call of this thread that signals may end once."""
 
-    signals = _Signals(_PASS)
+    signals = _Signals()
 
 
 _NONE = _Here.signals
@@ -128,16 +148,19 @@ def ended_once(function: Callable[P, T]) -> Callable[P, T]:
         main = threading.current_thread() is threading.main_thread()
         if not main or _here.signals is not _NONE:
             return function(*arguments, **named)
-        signals = _Signals(_ONCE)
+        signals = _Signals()
         try:
-            signals.take()
+            signals.take(_ONCE)
             _here.signals = signals
             return function(*arguments, **named)
         finally:
             # No signal is looked at between the call and these two lines.
             signals.mode = _HOLD
             _here.signals = _NONE
-            signals.give_back()
+            try:
+                signals.give_back()
+            finally:
+                signals.mode = _OVER
 
     return call
 

@@ -22,11 +22,13 @@ from loader.cuda_core import CudaCore
 
 REPOSITORY = Path(__file__).parents[1]
 COMPILER = shutil.which("g++")
+LIBRARY = "card.so"
+"""Name of what :func:`build` leaves in its folder."""
 
 
 def build(folder: Path) -> CudaCore:
     """The library for cards, compiled by g++."""
-    path = folder / "card.so"
+    path = folder / LIBRARY
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC"]
     flags += ["-pthread", "-shared", "-I", "tests/native/fake_cuda", "-o", str(path)]
     sources = ("tests/native/ring_host.cpp", "csrc/host/check.cpp")

@@ -51,14 +51,28 @@ UNREACHED: dict[str, str] = {
 
 A_CARD = "a card (tests marked gpu)"
 VLLM = "vLLM (make test-vllm)"
-#: What only some environment reaches: the beginning of a key, and which one.
-ELSEWHERE: dict[str, str] = {
-    "cuda_routes.py: ": A_CARD,
-    'route.py: raise UnsupportedError( "no such device", expected=f"cuda:0': A_CARD,
-    "card: the conversion could not be launched": A_CARD,
-    "card: the closing pass could not be launched": A_CARD,
-    "card: more rows or experts than one step of these kernels takes": A_CARD,
-    "integrations/vllm/": VLLM,
+
+
+class Elsewhere(NamedTuple):
+    """What only some environment reaches: which one, and the test there, or the file of tests."""
+
+    environment: str
+    test: str
+
+
+_CUDA = "test_cuda_messages.py"
+#: By the beginning of a key.
+ELSEWHERE: dict[str, Elsewhere] = {
+    "card: the conversion could not be launched": Elsewhere(
+        A_CARD, f"{_CUDA}::test_a_launch_that_cuda_refuses_is_told"
+    ),
+    "card: the closing pass could not be launched": Elsewhere(
+        A_CARD, f"{_CUDA}::test_a_launch_that_cuda_refuses_is_told"
+    ),
+    "card: more rows or experts than one step of these kernels takes": Elsewhere(
+        A_CARD, f"{_CUDA}::test_more_than_one_step_takes_is_refused"
+    ),
+    "integrations/vllm/": Elsewhere(VLLM, "integrations/test_vllm_plugin.py"),
 }
 
 
@@ -156,7 +170,7 @@ def _name(call: ast.Call) -> str:
 
 
 _SENTENCE = re.compile(r'"((?:[A-Z] |[a-z]+[ \'])[^"\\]+)"')
-_LIBRARIES = {"host": ("host",), "card": ("launch", "host/check.cpp")}
+_LIBRARIES = {"host": ("host",), "card": ("launch", "host/check.cpp", "host/error.h")}
 
 
 def _native_sites() -> Iterator[Site]:
@@ -201,6 +215,7 @@ def record(reached: Reached) -> None:
     field: Any = vars(Error)["what"]
 
     def read(self: ctypes.Structure) -> bytes:
+        """The sentence."""
         said: bytes = field.__get__(self)
         files = {os.path.basename(path) for path, _ in _frames()}
         card = bool(files & {"cuda_core.py", "cuda_routes.py", "test_device_convert.py"})
@@ -226,16 +241,25 @@ def _frames() -> Iterator[tuple[str, int]]:
 
 def follow_children(folder: Path) -> None:
     """Every Python that this process starts records, too, whatever environment it is given."""
+    recording = str(HERE / "recording")
     os.environ[FOLDER] = str(folder.resolve())
+    # For those that are started otherwise, such as by multiprocessing.
+    os.environ["PYTHONPATH"] = _first(recording, os.environ.get("PYTHONPATH", ""))
     inner = subprocess.Popen.__init__
 
     def started(self: Any, *args: Any, **named: Any) -> None:
         given = dict(os.environ if named.get("env") is None else named["env"])
-        paths = [str(HERE / "recording"), given.get("PYTHONPATH", "")]
-        given |= {FOLDER: os.environ[FOLDER], "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        paths = _first(recording, given.get("PYTHONPATH", ""))
+        given |= {FOLDER: os.environ[FOLDER], "PYTHONPATH": paths}
         inner(self, *args, **{**named, "env": given})
 
     subprocess.Popen.__init__ = started  # type: ignore[method-assign]  # processes record too
+
+
+def _first(path: str, paths: str) -> str:
+    return os.pathsep.join(
+        [path, *(one for one in paths.split(os.pathsep) if one not in ("", path))]
+    )
 
 
 class Awaited(MetaPathFinder):
@@ -276,10 +300,11 @@ def main(folders: list[Path]) -> int:
             reached.add(path)
     everything = sites()
     rest = [one for one in everything if not one.is_in(reached) and one.key not in UNREACHED]
-    elsewhere: dict[str, int] = dict.fromkeys(ELSEWHERE.values(), 0)
+    elsewhere = dict.fromkeys((one.environment for one in ELSEWHERE.values()), 0)
     missed = []
     for site in rest:
-        where = next((env for key, env in ELSEWHERE.items() if site.key.startswith(key)), None)
+        keys = (key for key in ELSEWHERE if site.key.startswith(key))
+        where = next((ELSEWHERE[key].environment for key in keys), None)
         if where is None:
             missed.append(site)
         else:

@@ -16,12 +16,12 @@ import torch
 from card import CARD, needs_card
 
 from loader import cuda_core, native
-from loader.bank import BankSpec, LayerSpec
+from loader.bank import ABSENT, BankSpec, LayerSpec
 from loader.converter import LayerBanks, card_cache_bytes
 from loader.cuda_core import CUDA_CORE, CudaError
 from loader.cuda_routes import FAMILIES, _Call
 from loader.pieces import DESCRIPTOR_FIELDS
-from loader.structs import FLOATS, Error
+from loader.structs import FLOATS, CardLinear, Error
 
 pytestmark = pytest.mark.skipif(
     CUDA_CORE is None, reason=cuda_core.WHY_NO_CUDA_CORE or "native code for cards was not built"
@@ -42,8 +42,8 @@ def spec_of(experts: int = EXPERTS) -> LayerSpec:
 class Layer:
     """The numbers, addresses and sizes of a layer, each of which a test may spoil."""
 
-    def __init__(self, experts: int = EXPERTS) -> None:
-        spec = spec_of(experts)
+    def __init__(self, experts: int = EXPERTS, spec: LayerSpec | None = None) -> None:
+        spec = spec or spec_of(experts)
         self.numbers = spec.to_ints()
         shapes = [t for bank in spec.banks for t in bank.tensors()]
         self.addresses = [SOMEWHERE * (n + 1) for n in range(len(shapes))]
@@ -153,6 +153,84 @@ CALLS: dict[str, dict[str, int]] = {
 def test_a_step_that_does_not_fit_is_refused(message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         moe(Layer(), call_of(**CALLS[message]))
+
+
+# Linears
+
+
+def linear_of(experts: int = 1, projections: int = 1) -> Layer:
+    bank = BankSpec("int4", "compact", experts, HIDDEN, 64, 32, 0, projections, torch.float16)
+    return Layer(spec=LayerSpec(ABSENT, bank))
+
+
+def linear(layer: Layer, **changes: int) -> None:
+    assert CUDA_CORE is not None
+    wanted = {
+        "tokens": 2,
+        "dtype": FLOATS[torch.float16],
+        "family": FAMILIES.index("m16n8k16"),
+        "x_bytes": 2 * HIDDEN * 2,
+        "out_bytes": 2 * 64 * 2,
+        "x": SOMEWHERE,
+        "out": SOMEWHERE,
+        **changes,
+    }
+    error = Error()
+    code = CUDA_CORE.library.qpn_cuda_linear(
+        ctypes.byref(CardLinear(**wanted)), *layer.arguments(), None, ctypes.byref(error)
+    )
+    CUDA_CORE.check(code, error)
+
+
+LINEARS: dict[str, dict[str, int]] = {
+    "the number of tokens is not that of a decode step": {"tokens": 1025},
+    "the kernels take fp16 and bf16 activations": {"dtype": FLOATS[torch.float32]},
+    "no such family of kernels": {"family": 7},
+    "the quadpair kernels take fp16 activations only": {
+        "family": FAMILIES.index("quadpair"),
+        "dtype": FLOATS[torch.bfloat16],
+    },
+    "the input or the output is smaller than its shape": {"out_bytes": 255},
+    "activations or output are off their boundary of 16 bytes": {"x": SOMEWHERE + 8},
+}
+
+
+@pytest.mark.parametrize("message", LINEARS)
+def test_a_linear_that_does_not_fit_is_refused(message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        linear(linear_of(), **LINEARS[message])
+
+
+def test_a_bank_that_is_none_of_a_linear_is_refused() -> None:
+    with pytest.raises(ValueError, match="^the numbers are those of a layer, not of a linear$"):
+        linear(Layer())
+    for layer in (linear_of(experts=2), linear_of(projections=2)):
+        with pytest.raises(ValueError, match="^the bank of a linear has one expert and one proj"):
+            linear(layer)
+
+
+# Conversion
+
+
+def convert(layer: Layer) -> None:
+    assert CUDA_CORE is not None
+    error = Error()
+    code = CUDA_CORE.library.qpn_card_finish(
+        0, None, *layer.arguments(), None, ctypes.c_int64(0), ctypes.byref(error)
+    )
+    CUDA_CORE.check(code, error)
+
+
+def test_a_layer_that_is_none_is_not_converted() -> None:
+    for spoil in (smaller, set_number(W13 + 2, EXPERTS + 1)):
+        layer = Layer()
+        spoil(layer)
+        with pytest.raises(ValueError, match="^a bank tensor does not have the bytes of its lay"):
+            convert(layer)
+    layer = Layer()
+    layer.addresses[0] += 16
+    with pytest.raises(ValueError, match="^weight words do not start on a 32-byte boundary$"):
+        convert(layer)
 
 
 def on_card(test):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from load_fakes import (
 
 import loader
 from loader import (
+    CapacityError,
     LoaderError,
     PreparedExperts,
     Shard,
 )
+from loader.room import Room
 
 # References from outside
 
@@ -78,6 +81,63 @@ def test_parameters_that_share_one_storage_are_counted_together(
     assert [f"{total} bytes" in r.getMessage() for r in caplog.records].count(True) == 1
     assert arena.numel() == total
     assert same_bits(banks_of(prepared), banks_of(loader.load(tmp_path)))
+
+
+# Room beside the sources
+
+
+@pytest.mark.parametrize("dialect", ["awq-gemm", "modelopt-nvfp4"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_banks_without_room_beside_their_sources_are_refused_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: str, shared: bool
+) -> None:
+    made = make(tmp_path, dialect, layers=1)
+    quantization = quantization_of(made)
+    workspace = (
+        loader.prepare_module(module_of(made), quantization=quantization).workspace
+        if shared
+        else None
+    )
+    module = module_of(made)
+    before, allocations, raiser = sources(module), Allocations(monkeypatch), Raiser()
+
+    def prepare(card_memory: int) -> PreparedExperts:
+        return loader.prepare_module(
+            module,
+            quantization=quantization,
+            layer=3,
+            workspace=workspace,
+            observers=[raiser],
+            card_memory=card_memory,
+        )
+
+    with pytest.raises(CapacityError) as caught:
+        prepare(1000)
+    needed = int(str(caught.value.found).split()[0])
+    assert str(caught.value) == (
+        f"the banks do not fit beside their sources: {needed - 1000} bytes too many; layer 3; "
+        "expected a need within 1000 bytes, the budget that was given, "
+        f"found {needed} bytes on cpu"
+    )
+    with pytest.raises(CapacityError, match=": 1 bytes too many"):
+        prepare(needed - 1)
+    assert sources(module) == before and not list(module.children())
+    assert not allocations.storages and not raiser.events
+    prepared = prepare(needed)
+    assert needed >= sum(tensor.nbytes for tensor in prepared.banks())
+    assert same_bits(banks_of(prepared), banks_of(loader.load(tmp_path)))
+
+
+def test_without_a_budget_the_room_is_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path, layers=1)
+    module = module_of(made)
+    little = Room(4096, "free memory of a machine")
+    monkeypatch.setattr("loader.room.room_of", lambda device: little)
+    with pytest.raises(CapacityError, match=re.escape("4096 bytes, the free memory of a mach")):
+        loader.prepare_module(module, quantization=quantization_of(made))
+    assert sources(module)
 
 
 # One workspace for all layers

@@ -45,3 +45,12 @@ def test_one_rank_meets_itself(alone: None) -> None:
     meeting = Meeting()
     assert (meeting.rank, meeting.size) == (0, 1)
     meeting.leave()
+
+
+def test_a_load_that_another_rank_gave_up_does_not_count(alone: None) -> None:
+    """This rank had finished: the first decision that was written stands for all."""
+    meeting = Meeting()
+    meeting._decide({"rank": 3, "error": "a read came up short"})
+    with pytest.raises(RankError, match="^rank 3 failed: a read came up short$"):
+        meeting.commit()
+    Meeting().commit()  # the next load has a decision of its own

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loader import memory
 from loader.errors import CapacityError, CheckpointError, LoaderError
+from loader.memory import nothing_kept
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -91,7 +93,8 @@ def test_a_storage_is_counted_once_however_many_views_it_has(views: list[tuple[i
     [
         MemoryError("none"),
         OSError(12, "Cannot allocate memory"),
-        RuntimeError("DefaultCPUAllocator: not enough"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes"),
+        RuntimeError("CUDA error: out of memory"),
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
 )
@@ -102,6 +105,55 @@ def test_a_failed_allocation_says_what_for(error: Exception) -> None:
     assert found.__cause__ is error
     assert (found.layer, found.expected) == (4, "123 bytes")
     assert "the banks" in str(found) and str(error) in str(found)
+
+
+def failure_of(call: Callable[[], object]) -> BaseException:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing failed")
+
+
+def test_what_torch_and_the_system_say_when_memory_runs_out() -> None:
+    for call in (
+        lambda: torch.empty(1 << 50, dtype=torch.uint8),
+        lambda: mmap.mmap(-1, 1 << 60),
+        lambda: bytearray(1 << 60),
+    ):
+        assert memory.is_out_of_memory(failure_of(call))
+    for call in (
+        lambda: torch.empty(1 << 62, dtype=torch.float64),
+        lambda: torch.empty(-1),
+        lambda: torch.empty(4).view(3),
+        lambda: os.stat("/proc/self/none"),
+    ):
+        assert not memory.is_out_of_memory(failure_of(call))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("Trying to create tensor with negative dimension -1: [-1]"),
+        OSError(13, "Permission denied"),
+    ],
+)
+def test_an_allocation_that_fails_otherwise_keeps_its_words(error: Exception) -> None:
+    with pytest.raises(LoaderError) as caught, memory.allocating("the banks", 123, layer=4):
+        raise error
+    found = caught.value
+    assert type(found) is LoaderError and found.__cause__ is error
+    assert str(found) == (
+        f"the banks could not be made; layer 4; found {type(error).__name__}: {error}"
+    )
+
+
+@pytest.mark.parametrize("error", [MemoryError("a"), torch.OutOfMemoryError("b"), OSError(12, "c")])
+def test_memory_that_ran_out_anywhere_is_an_error_of_the_library(error: Exception) -> None:
+    with pytest.raises(CapacityError, match="^memory ran out; found") as caught, nothing_kept():
+        raise error
+    assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("error", [CheckpointError("a"), KeyError("b"), KeyboardInterrupt()])

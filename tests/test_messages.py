@@ -77,7 +77,14 @@ def test_memory_that_runs_out_in_a_step(tmp_path: Path, monkeypatch: pytest.Monk
         layer(torch.zeros(1, 64), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1))
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), torch.OutOfMemoryError("no room")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("no room: can't allocate memory"),
+    ],
+)
 def test_memory_that_runs_out_while_converting_is_no_fault_of_the_converter(
     error: Exception,
 ) -> None:

@@ -175,6 +175,21 @@ def test_a_device_without_an_implementation_is_refused(tmp_path: Path) -> None:
         )
 
 
+def test_an_operator_on_a_card_that_nothing_serves_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Banks can be moved there by hand; no plan has looked at that card then."""
+    nothing = None, "native code was built for sm_80, and A is sm_70"
+    monkeypatch.setattr(native.card_serving, "of_card", lambda index: nothing)
+    monkeypatch.setattr(native.card_serving, "of_device", lambda device: nothing)
+    with pytest.raises(loader.UnsupportedError) as caught:
+        native._serving(torch.device("cuda", 0))
+    assert str(caught.value) == (
+        "this build has no native code for the device; expected an implementation for the device, "
+        f"found device cuda:0: {nothing[1]}"
+    )
+
+
 def test_every_operator_is_known_with_its_schema_and_has_a_place_in_an_implementation() -> None:
     found = native.operators()
     assert set(found) >= {*OPERATORS, "read"}

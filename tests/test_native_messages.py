@@ -79,6 +79,16 @@ def test_tiles_that_do_not_fit(tiles: tuple[int, int], floats: int, words: str) 
         core().dequantize(torch.zeros(floats), 0, 0, tiles, banks, spec.to_ints())
 
 
+def test_plain_weights_are_not_dequantized() -> None:
+    def bank(k: int, n: int, projections: int) -> BankSpec:
+        return BankSpec("plain", "plain", 2, k, n, k, 0, projections, torch.float16)
+
+    spec = LayerSpec(bank(64, 64, 2), bank(32, 64, 1))
+    banks = LayerBanks.allocate(spec, HOST, None).tensors
+    with pytest.raises(ValueError, match="plain weights are not dequantized"):
+        core().dequantize(torch.zeros(1 << 20), 1, 0, (0, 1), banks, spec.to_ints())
+
+
 def test_an_absent_bank_is_not_written() -> None:
     spec = small_layer()
     banks = LayerBanks.allocate(spec, HOST, 8).tensors

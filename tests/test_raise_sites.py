@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ def test_every_place_is_found_once() -> None:
 @pytest.mark.parametrize("key", [*raise_sites.ELSEWHERE, *raise_sites.UNREACHED])
 def test_what_is_excused_is_still_there(key: str) -> None:
     assert any(site.key.startswith(key) for site in raise_sites.sites())
+
+
+@pytest.mark.parametrize("test", [one.test for one in raise_sites.ELSEWHERE.values()])
+def test_what_needs_an_environment_has_a_test_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"def {name or 'test_'}" in (raise_sites.HERE / file).read_text()
 
 
 @pytest.fixture
@@ -81,7 +88,8 @@ def test_a_process_that_a_test_starts_records_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess.Popen, "__init__", subprocess.Popen.__init__)
-    monkeypatch.setenv(raise_sites.FOLDER, "")
+    for name in (raise_sites.FOLDER, "PYTHONPATH"):
+        monkeypatch.setenv(name, "")
     raise_sites.follow_children(tmp_path)
     code = "import loader\ntry: loader.Policy(layout='none')\nexcept loader.PolicyError: pass"
     root = str(raise_sites.PACKAGE.parent)
@@ -89,3 +97,25 @@ def test_a_process_that_a_test_starts_records_too(
     reached = raise_sites.Reached()
     reached.add(next(tmp_path.glob("*.json")))
     assert "policy.py" in reached.lines
+
+
+def test_a_process_of_multiprocessing_records_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess.Popen, "__init__", subprocess.Popen.__init__)
+    for name in (raise_sites.FOLDER, "PYTHONPATH"):
+        monkeypatch.setenv(name, "")
+    raise_sites.follow_children(tmp_path)
+    process = get_context("spawn").Process(target=refuse_a_policy)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    reached = raise_sites.Reached()
+    for path in tmp_path.glob("*.json"):
+        reached.add(path)
+    assert "policy.py" in reached.lines
+
+
+def refuse_a_policy() -> None:
+    with pytest.raises(PolicyError):
+        Policy(grouped_max_tokens=1)

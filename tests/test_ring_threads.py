@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from fake_ring import FakeRing
 from host_card import COMPILER, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from loader import cuda_core
 from loader.core import DescriptorError, ReadError
 from loader.cuda_core import CudaCore, CudaError
 from loader.errors import LoaderError
-from loader.structs import Error
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++ to compile it with")
 
@@ -43,64 +43,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, torch.
     descriptor = os.open(path, os.O_RDONLY)
     yield descriptor, torch.from_numpy(content)
     os.close(descriptor)
-
-
-class FakeRing:
-    """``loader.ring.Ring`` without a card: chunks lie on the host."""
-
-    def __init__(
-        self, core: CudaCore, slots: int, slot_bytes: int, threads: int, chunks: int, each: int
-    ) -> None:
-        self.core, self.chunks = core, torch.zeros((chunks, each), dtype=torch.uint8)
-        self._slots = torch.zeros((slots, slot_bytes), dtype=torch.uint8)
-        self._ring = ctypes.c_void_p()
-        error = Error()
-        code = core.library.qpn_ring_open(
-            0,
-            ctypes.c_void_p(self._slots.data_ptr()),
-            ctypes.c_int64(slot_bytes),
-            ctypes.c_int64(slots),
-            threads,
-            chunks,
-            ctypes.byref(self._ring),
-            ctypes.byref(error),
-        )
-        core.check(code, error)
-
-    def submit(self, chunk: int, reads: list[tuple[int, int, int, int]]) -> None:
-        table = torch.tensor(reads, dtype=torch.int64).reshape(-1, 4)
-        error = Error()
-        place = self.chunks[chunk % len(self.chunks)]
-        code = self.core.library.qpn_ring_submit(
-            self._ring,
-            chunk,
-            ctypes.c_void_p(place.data_ptr()),
-            ctypes.c_int64(place.nbytes),
-            ctypes.c_void_p(table.data_ptr()),
-            ctypes.c_int64(len(table)),
-            ctypes.byref(error),
-        )
-        self.core.check(code, error)
-
-    def take(self, chunk: int) -> None:
-        error = Error()
-        code = self.core.library.qpn_ring_arrive(self._ring, chunk, None, ctypes.byref(error))
-        self.core.check(code, error)
-
-    def use(self, chunk: int, to: torch.Tensor) -> None:
-        """Read the chunk in the order of the stream, then let it be filled again."""
-        self.core.library.qpn_test_use(
-            ctypes.c_void_p(self.chunks[chunk].data_ptr()),
-            ctypes.c_void_p(to.data_ptr()),
-            ctypes.c_int64(to.nbytes),
-        )
-        error = Error()
-        code = self.core.library.qpn_ring_release(self._ring, chunk, None, ctypes.byref(error))
-        self.core.check(code, error)
-
-    def close(self) -> None:
-        self.core.library.qpn_test_wait()
-        self.core.library.qpn_ring_close(self._ring)
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from loader import rollback
 from loader.rollback import SignalsHeld, ended_once, whole_or_undone
 
 PID = os.getpid
@@ -152,6 +156,75 @@ def test_a_burst_of_signals_loses_no_handler(
         left[0] = 2
         assert callable(found)
         found(signal.SIGALRM, None)
+
+
+class Struck:
+    """Signals at chosen moments: where ``loader/rollback.py`` calls anything, and at what it calls.
+
+    Those are the moments at which Python looks. A handler that stands there by then decides.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.at: frozenset[int] = frozenset()
+        self.moments = 0
+        for name in ("take", "give_back", "_restore", "_handle", "_come"):
+            patch.setattr(rollback._Signals, name, self._before(getattr(rollback._Signals, name)))
+        calls = {name: self._before(getattr(signal, name)) for name in ("signal", "getsignal")}
+        values = {name: getattr(signal, name) for name in ("SIGINT", "NSIG")}
+        patch.setattr(rollback, "signal", SimpleNamespace(**calls, **values))
+
+    def _before(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(*arguments: Any) -> Any:
+            self.moments += 1
+            if self.moments in self.at:
+                handler = signal.getsignal(signal.SIGUSR2)
+                assert callable(handler)
+                handler(signal.SIGUSR2, None)
+            return inner(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("how", ["held", "ended once"])
+def test_no_moment_of_two_signals_leaves_a_handler_behind(
+    handled: list[int], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also where the second strikes while what the first one ended is put back."""
+
+    def raises(number: int, frame: FrameType | None) -> None:
+        raise Asked
+
+    @ended_once
+    def ended() -> None:
+        pass
+
+    def held() -> None:
+        with SignalsHeld():
+            pass
+
+    block = held if how == "held" else ended
+    before = signal.signal(signal.SIGUSR2, raises)
+    try:
+        with monkeypatch.context() as patch:
+            struck = Struck(patch)
+            block()
+            moments, survived = struck.moments, 0
+            for first in range(1, moments + 1):
+                for second in range(first, first + 12):
+                    struck.moments, struck.at = 0, frozenset((first, second))
+                    with suppress(Asked):
+                        block()
+                    struck.at = frozenset()
+                    with pytest.raises(KeyboardInterrupt):
+                        kill(signal.SIGINT)
+                    survived += 1
+            assert survived == 12 * moments > 500
+        block()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGUSR2) is raises
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 # Whole or undone

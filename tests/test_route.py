@@ -212,6 +212,19 @@ def test_a_name_that_is_no_device_is_refused(checkpoint: TinyCheckpoint) -> None
             call(checkpoint.folder, device="meta")
 
 
+def test_a_card_that_is_not_there_is_refused_with_those_that_are(
+    checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert known_device("cuda") == torch.device("cuda", 1)
+    assert known_device("cuda:0") == torch.device("cuda", 0)
+    with pytest.raises(UnsupportedError) as caught:
+        loader.plan(checkpoint.folder, device="cuda:2")
+    assert str(caught.value) == ("no such device; expected cuda:0 to cuda:1, found 'cuda:2'")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
     """Layers 0 and 2 are quantized, 1 and 3 are not."""

@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <exception>
-#include <new>
 #include <vector>
 
+#include "error.h"
 #include "linear.h"
 #include "moe.h"
 #include "pool.h"
@@ -19,11 +19,6 @@
 namespace {
 
 constexpr int kLayerNumbers = 21;  // LayerSpec.to_ints of loader/bank.py
-
-struct QpnError {
-    int64_t subject, offset, wanted, got, error;
-    char what[128];
-};
 
 bool read_layer(const int64_t* numbers, void* const* tensors, const int64_t* bytes, int64_t count,
                 float* cache, int64_t cache_bytes, qpn::Layer& layer) {
@@ -52,16 +47,14 @@ const qpn::CodesKernels& kernels(int isa) {
     return qpn::kCodesPortable;
 }
 
-int give(const qpn::Failure& failure, QpnError* error) {
-    if (failure.what.empty()) return 0;
-    error->subject = failure.subject;
+int give(const qpn::Failure& failure, qpn::Error* error) {
+    if (failure.what.empty()) return qpn::kDone;
+    qpn::refuse(failure.what.c_str(), failure.subject, error);
     error->offset = failure.offset;
     error->wanted = failure.wanted;
     error->got = failure.got;
     error->error = failure.error;
-    strncpy(error->what, failure.what.c_str(), sizeof error->what - 1);
-    error->what[sizeof error->what - 1] = 0;
-    return failure.offset >= 0 ? 2 : 1;
+    return failure.offset >= 0 ? qpn::kFailedRead : qpn::kRefused;
 }
 
 int give_findings(const std::vector<qpn::Finding>& found, int64_t* rows, int64_t most, int64_t* count) {
@@ -71,26 +64,7 @@ int give_findings(const std::vector<qpn::Finding>& found, int64_t* rows, int64_t
     return 0;
 }
 
-// Allocates nothing: it also speaks of memory that ran out.
-int fail(const char* what, QpnError* error) {
-    error->subject = error->offset = -1;
-    error->wanted = error->got = error->error = 0;
-    strncpy(error->what, what, sizeof error->what - 1);
-    error->what[sizeof error->what - 1] = 0;
-    return 1;
-}
-
-// What a call returns whose body threw: nothing is thrown across the C interface.
-int caught(QpnError* error) {
-    try {
-        throw;
-    } catch (const std::bad_alloc&) {
-        fail("memory ran out inside native code", error);
-        return 3;
-    } catch (const std::exception& thrown) {
-        return fail(thrown.what(), error);
-    }
-}
+int fail(const char* what, qpn::Error* error) { return qpn::refuse(what, -1, error); }
 
 }  // namespace
 
@@ -109,13 +83,13 @@ QPN_API int qpn_isa(void) {
 
 QPN_API const char* qpn_isa_name(int isa) { return kernels(isa).name; }
 
-// 0 on success, 1 for a refused call, 2 for a failed read, 3 where memory ran out; `error` says what.
+// A call returns a Code of error.h; `error` says what.
 QPN_API int qpn_write(const uint8_t* memory, int file, int64_t bytes, const int64_t* descriptors,
                       int64_t pieces, const int64_t* layer_numbers, void* const* tensors,
                       const int64_t* tensor_bytes, int64_t tensor_count, float* cache,
                       int64_t cache_bytes, int isa, int threads, uint8_t* buffers,
                       int64_t buffer_bytes, int64_t* findings, int64_t most, int64_t* found,
-                      QpnError* error) try {
+                      qpn::Error* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, cache, cache_bytes, layer))
         return fail("the tensors are not those of the layer", error);
@@ -127,13 +101,13 @@ QPN_API int qpn_write(const uint8_t* memory, int file, int64_t bytes, const int6
     give_findings(rows, findings, most, found);
     return give(failure, error);
 } catch (...) {
-    return caught(error);
+    return qpn::caught(error);
 }
 
 QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
                        const int64_t* tensor_bytes, int64_t tensor_count, float* cache,
                        int64_t cache_bytes, int threads, int64_t* findings, int64_t most,
-                       int64_t* found, QpnError* error) try {
+                       int64_t* found, qpn::Error* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, cache, cache_bytes, layer))
         return fail("the tensors are not those of the layer", error);
@@ -142,7 +116,7 @@ QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
     give_findings(rows, findings, most, found);
     return give(failure, error);
 } catch (...) {
-    return caught(error);
+    return qpn::caught(error);
 }
 
 // Makes the pages of a fresh mapping present, many to a system call and on several threads: a fault
@@ -150,10 +124,13 @@ QPN_API int qpn_finish(const int64_t* layer_numbers, void* const* tensors,
 QPN_API void qpn_populate(uint8_t* memory, int64_t bytes, int threads) {
 #ifdef MADV_POPULATE_WRITE
     constexpr int64_t kPart = 256 << 10;
-    qpn::parallel(threads, (bytes + kPart - 1) / kPart, [&](int64_t n, int) {
-        const int64_t part = std::min(kPart, bytes - n * kPart);
-        madvise(memory + n * kPart, static_cast<size_t>(part), MADV_POPULATE_WRITE);
-    });
+    try {
+        qpn::parallel(threads, (bytes + kPart - 1) / kPart, [&](int64_t n, int) {
+            const int64_t part = std::min(kPart, bytes - n * kPart);
+            madvise(memory + n * kPart, static_cast<size_t>(part), MADV_POPULATE_WRITE);
+        });
+    } catch (const std::exception&) {  // no memory for the threads: no harm is done
+    }
 #else
     (void)memory, (void)bytes, (void)threads;
 #endif
@@ -184,7 +161,7 @@ struct QpnMoe {
 
 QPN_API int qpn_moe(const QpnMoe* step, const int64_t* layer_numbers, void* const* tensors,
                     const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
-                    QpnError* error) try {
+                    qpn::Error* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
         return fail("the tensors are not those of the layer", error);
@@ -195,7 +172,7 @@ QPN_API int qpn_moe(const QpnMoe* step, const int64_t* layer_numbers, void* cons
     const std::string wrong = qpn::moe(call, tile_kernels(isa), threads);
     return wrong.empty() ? 0 : fail(wrong.c_str(), error);
 } catch (...) {
-    return caught(error);
+    return qpn::caught(error);
 }
 
 // Scratch bytes of one step, or -1 where the numbers are not those of a layer.
@@ -214,7 +191,7 @@ struct QpnLinear {
 
 QPN_API int qpn_linear(const QpnLinear* step, const int64_t* layer_numbers, void* const* tensors,
                        const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
-                       QpnError* error) try {
+                       qpn::Error* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
         return fail("the tensors are not those of the layer", error);
@@ -223,7 +200,7 @@ QPN_API int qpn_linear(const QpnLinear* step, const int64_t* layer_numbers, void
     const std::string wrong = qpn::linear(call, tile_kernels(isa), threads);
     return wrong.empty() ? 0 : fail(wrong.c_str(), error);
 } catch (...) {
-    return caught(error);
+    return qpn::caught(error);
 }
 
 QPN_API int64_t qpn_linear_scratch(const int64_t* layer_numbers, int64_t tokens) {
@@ -236,7 +213,7 @@ QPN_API int64_t qpn_linear_scratch(const int64_t* layer_numbers, int64_t tokens)
 QPN_API int qpn_dequantize(int bank, int64_t slot, int64_t first, int64_t last, float* out,
                            int64_t out_floats, const int64_t* layer_numbers, void* const* tensors,
                            const int64_t* tensor_bytes, int64_t tensor_count, int isa, int threads,
-                           QpnError* error) try {
+                           qpn::Error* error) try {
     qpn::Layer layer;
     if (!read_layer(layer_numbers, tensors, tensor_bytes, tensor_count, nullptr, 0, layer))
         return fail("the tensors are not those of the layer", error);
@@ -244,5 +221,5 @@ QPN_API int qpn_dequantize(int bank, int64_t slot, int64_t first, int64_t last, 
         qpn::dequantize({&layer, bank, slot, first, last, out, out_floats}, tile_kernels(isa), threads);
     return wrong.empty() ? 0 : fail(wrong.c_str(), error);
 } catch (...) {
-    return caught(error);
+    return qpn::caught(error);
 }

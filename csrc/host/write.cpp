@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "check.h"
+#include "closing.h"
 #include "metadata.h"
 #include "pool.h"
 

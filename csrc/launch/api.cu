@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "../host/error.h"
 #include "convert.h"
 #include "ring.h"
 
@@ -44,7 +45,7 @@ QPN_API int qpn_cuda_version(void) { return CUDART_VERSION; }
 QPN_API int qpn_card_write(int device, void* stream, const uint8_t* chunk, int64_t chunk_bytes,
                            const int64_t* descriptors, int64_t pieces, const int64_t* layer_numbers,
                            void* const* tensors, const int64_t* tensor_bytes, int64_t tensor_count,
-                           uint8_t* state, int64_t state_bytes, qpn::Error* error) {
+                           uint8_t* state, int64_t state_bytes, qpn::Error* error) try {
     qpn::Card card;
     if (const int code = qpn::read_card(layer_numbers, tensors, tensor_bytes, tensor_count, state,
                                         state_bytes, card, error))
@@ -54,11 +55,13 @@ QPN_API int qpn_card_write(int device, void* stream, const uint8_t* chunk, int64
     return qpn::write(card, chunk, chunk_bytes,
                       reinterpret_cast<const qpn::Descriptor*>(descriptors), pieces,
                       static_cast<cudaStream_t>(stream), error);
+} catch (...) {
+    return qpn::caught(error);
 }
 
 QPN_API int qpn_card_finish(int device, void* stream, const int64_t* layer_numbers,
                             void* const* tensors, const int64_t* tensor_bytes, int64_t tensor_count,
-                            uint8_t* state, int64_t state_bytes, qpn::Error* error) {
+                            uint8_t* state, int64_t state_bytes, qpn::Error* error) try {
     qpn::Card card;
     if (const int code = qpn::read_card(layer_numbers, tensors, tensor_bytes, tensor_count, state,
                                         state_bytes, card, error))
@@ -66,6 +69,8 @@ QPN_API int qpn_card_finish(int device, void* stream, const int64_t* layer_numbe
     const OnCard here(device);
     if (const int code = on_card(here, error)) return code;
     return qpn::finish(card, static_cast<cudaStream_t>(stream), error);
+} catch (...) {
+    return qpn::caught(error);
 }
 
 // Pins host memory that the caller owns, page by page, so that not a byte more is pinned.
@@ -82,7 +87,7 @@ QPN_API int qpn_unpin(void* memory, qpn::Error* error) {
 }
 
 QPN_API int qpn_ring_open(int device, uint8_t* slots, int64_t slot_bytes, int64_t slot_count,
-                          int threads, int chunks, void** ring, qpn::Error* error) {
+                          int threads, int chunks, void** ring, qpn::Error* error) try {
     const OnCard here(device);
     auto made = std::make_unique<qpn::Ring>();
     if (const int code =
@@ -90,12 +95,14 @@ QPN_API int qpn_ring_open(int device, uint8_t* slots, int64_t slot_bytes, int64_
         return code;
     *ring = made.release();
     return qpn::kDone;
+} catch (...) {
+    return qpn::caught(error);
 }
 
 // `reads` are rows of (file descriptor, offset in the file, length, offset in the chunk); the chunk
 // is `bytes` at `memory` on the card.
 QPN_API int qpn_ring_submit(void* ring, int chunk, uint8_t* memory, int64_t bytes,
-                            const int64_t* reads, int64_t count, qpn::Error* error) {
+                            const int64_t* reads, int64_t count, qpn::Error* error) try {
     std::vector<qpn::Read> table;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t* row = reads + 4 * i;
@@ -104,14 +111,20 @@ QPN_API int qpn_ring_submit(void* ring, int chunk, uint8_t* memory, int64_t byte
         table.push_back({static_cast<int>(row[0]), row[1], row[2], memory + row[3]});
     }
     return static_cast<qpn::Ring*>(ring)->submit(chunk, table.data(), count, error);
+} catch (...) {
+    return qpn::caught(error);
 }
 
-QPN_API int qpn_ring_arrive(void* ring, int chunk, void* stream, qpn::Error* error) {
+QPN_API int qpn_ring_arrive(void* ring, int chunk, void* stream, qpn::Error* error) try {
     return static_cast<qpn::Ring*>(ring)->arrive(chunk, static_cast<cudaStream_t>(stream), error);
+} catch (...) {
+    return qpn::caught(error);
 }
 
-QPN_API int qpn_ring_release(void* ring, int chunk, void* stream, qpn::Error* error) {
+QPN_API int qpn_ring_release(void* ring, int chunk, void* stream, qpn::Error* error) try {
     return static_cast<qpn::Ring*>(ring)->release(chunk, static_cast<cudaStream_t>(stream), error);
+} catch (...) {
+    return qpn::caught(error);
 }
 
 QPN_API void qpn_ring_close(void* ring) {

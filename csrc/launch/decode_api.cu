@@ -1,5 +1,5 @@
 // The C interface of the decode step on a card.
-#include "error.h"
+#include "../host/error.h"
 #include "kernels.h"
 #include "linear.h"
 

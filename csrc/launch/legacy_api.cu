@@ -1,5 +1,5 @@
 // The C interface of `legacy` on a card.
-#include "error.h"
+#include "../host/error.h"
 #include "legacy.h"
 #include "linear.h"
 #include "moe.h"

@@ -4,7 +4,7 @@
 
 #include "../device/convert.cuh"
 #include "../host/check.h"
-#include "error.h"
+#include "../host/error.h"
 
 namespace qpn {
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <system_error>
+#include <utility>
 
 #include "convert.h"
 
@@ -19,9 +20,19 @@ int Ring::open(int device, const Slots& slots, int threads, int chunks, Error* e
     if (const int code = failed(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking),
                                 "a stream could not be made", error))
         return code;
+    const auto most = static_cast<size_t>(slots.count);
     chunks_.resize(static_cast<size_t>(chunks));
-    copied_.resize(static_cast<size_t>(slots.count), nullptr);
+    copied_.resize(most, nullptr);
     for (int64_t slot = 0; slot < slots.count; ++slot) free_.push_back(slot);
+    full_.make_room(most);
+    batch_.make_room(most);
+    flying_.make_room(most);
+    landed_.reserve(most);
+    if (const int code = make_events(error)) return code;
+    return start(threads, error);
+}
+
+int Ring::make_events(Error* error) {
     std::vector<cudaEvent_t*> events;
     for (Chunk& chunk : chunks_) events.insert(events.end(), {&chunk.copied, &chunk.released});
     for (cudaEvent_t& event : copied_) events.push_back(&event);
@@ -29,12 +40,16 @@ int Ring::open(int device, const Slots& slots, int threads, int chunks, Error* e
         if (const int code = failed(cudaEventCreateWithFlags(event, cudaEventDisableTiming),
                                     "an event could not be made", error))
             return code;
+    return kDone;
+}
+
+int Ring::start(int threads, Error* error) {
     try {
         threads_.emplace_back([this] { serve_copies(); });
         for (int number = 0; number < threads; ++number)
             threads_.emplace_back([this] { serve_reads(); });
     } catch (const std::system_error&) {
-        return refuse("a reading thread could not be started", -1, error);
+        return lack("a reading thread could not be started", error);
     }
     return kDone;
 }
@@ -69,6 +84,13 @@ int Ring::submit(int number, const Read* reads, int64_t count, Error* error) {
     std::lock_guard<std::mutex> hold(mutex_);
     if (chunk.pending != 0) return refuse("the chunk is still on its way", number, error);
     chunk.code = kDone;
+    queue(chunk, reads, count);
+    work_.notify_all();
+    return kDone;
+}
+
+// The reads of a chunk in segments, all of them or none; the lock is held.
+void Ring::queue(Chunk& chunk, const Read* reads, int64_t count) try {
     for (int64_t i = 0; i < count; ++i)
         for (int64_t done = 0; done < reads[i].length; done += slots_.each) {
             const Read part{reads[i].file, reads[i].offset + done,
@@ -76,8 +98,9 @@ int Ring::submit(int number, const Read* reads, int64_t count, Error* error) {
             queue_.push_back({part, &chunk});
             ++chunk.pending;
         }
-    work_.notify_all();
-    return kDone;
+} catch (...) {  // memory ran out
+    for (; chunk.pending > 0; --chunk.pending) queue_.pop_back();
+    throw;
 }
 
 int Ring::arrive(int number, cudaStream_t stream, Error* error) {
@@ -145,48 +168,45 @@ void Ring::serve_reads() {
 
 void Ring::serve_copies() {
     const cudaError_t usable = cudaSetDevice(device_);
-    std::deque<int64_t> flying;  // slots whose copies are under way, oldest first
-    std::deque<Full> batch;
     for (;;) {
         {
             std::unique_lock<std::mutex> hold(mutex_);
-            full_now_.wait(hold, [&] { return closing_ || !full_.empty() || !flying.empty(); });
+            full_now_.wait(hold, [&] { return closing_ || !full_.empty() || !flying_.empty(); });
             if (closing_) return;
-            batch.swap(full_);
+            std::swap(batch_, full_);
             waiting_ = 0;
         }
-        for (; !batch.empty(); batch.pop_front()) {
-            const Full& full = batch.front();
+        for (; !batch_.empty(); batch_.pop_front()) {
+            const Full& full = batch_.front();
             Error error{};
             int code = failed(usable, "the copying thread cannot use the card", &error);
             if (code == kDone) code = copy(full, &error);
-            flying.push_back(full.slot);
+            flying_.push_back(full.slot);
             std::lock_guard<std::mutex> hold(mutex_);
             settle(*full.segment.chunk, code, error);
         }
-        const std::vector<int64_t> landed = land(flying);
-        if (landed.empty()) continue;
+        land();
+        if (landed_.empty()) continue;
         std::lock_guard<std::mutex> hold(mutex_);
-        free_.insert(free_.end(), landed.begin(), landed.end());
+        free_.insert(free_.end(), landed_.begin(), landed_.end());
         work_.notify_all();
     }
 }
 
-// Slots whose copies are done. Looks again and again while there is nothing else to do: a copy takes
-// microseconds, and sleeping until the oldest is done would leave the bus idle before the next.
-std::vector<int64_t> Ring::land(std::deque<int64_t>& flying) {
-    std::vector<int64_t> landed;
-    while (!flying.empty()) {
+// Finds slots whose copies are done. Looks again and again while there is nothing else to do: a copy
+// takes microseconds, and sleeping until the oldest is done would leave the bus idle before the next.
+void Ring::land() {
+    landed_.clear();
+    while (!flying_.empty()) {
         // A failed copy is no longer under way: the next wait on its stream says what it was.
-        if (cudaEventQuery(copied_[static_cast<size_t>(flying.front())]) == cudaErrorNotReady) {
-            if (!landed.empty() || waiting_.load(std::memory_order_relaxed) > 0) break;
+        if (cudaEventQuery(copied_[static_cast<size_t>(flying_.front())]) == cudaErrorNotReady) {
+            if (!landed_.empty() || waiting_.load(std::memory_order_relaxed) > 0) break;
             std::this_thread::yield();
             continue;
         }
-        landed.push_back(flying.front());
-        flying.pop_front();
+        landed_.push_back(flying_.front());
+        flying_.pop_front();
     }
-    return landed;
 }
 
 int Ring::copy(const Full& full, Error* error) {

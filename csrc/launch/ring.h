@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "error.h"
+#include "../host/error.h"
 
 namespace qpn {
 
@@ -29,13 +29,33 @@ struct Read {
     uint8_t* to;
 };
 
+// First in, first out, with room for so many from the start: the threads of a ring allocate nothing,
+// since nobody would hear of an exception in them.
+template <class T>
+class Fifo {
+   public:
+    void make_room(size_t most) { places_.resize(most); }
+    bool empty() const { return count_ == 0; }
+    const T& front() const { return places_[first_]; }
+    void push_back(const T& one) { places_[(first_ + count_++) % places_.size()] = one; }
+    void pop_front() {
+        first_ = (first_ + 1) % places_.size();
+        --count_;
+    }
+
+   private:
+    std::vector<T> places_;
+    size_t first_ = 0, count_ = 0;
+};
+
 class Ring {
    public:
-    // Throws nothing: `error` and the code say what could not be made.
+    // `error` and the code say what could not be made. May throw std::bad_alloc, as `submit` may.
     int open(int device, const Slots& slots, int threads, int chunks, Error* error);
     ~Ring();
 
-    // Begins the reads of a chunk; its memory on the card is written after what `release` marked.
+    // Begins the reads of a chunk, all of them or none; its memory on the card is written after what
+    // `release` marked.
     int submit(int chunk, const Read* reads, int64_t count, Error* error);
     // Blocks until every read of the chunk is done and its copies are enqueued; `stream` then waits
     // for the copies.
@@ -60,10 +80,13 @@ class Ring {
         int64_t slot;
     };
 
+    int make_events(Error* error);
+    int start(int threads, Error* error);
+    void queue(Chunk& chunk, const Read* reads, int64_t count);
     void serve_reads();
     void serve_copies();
     int copy(const Full& full, Error* error);
-    std::vector<int64_t> land(std::deque<int64_t>& flying);
+    void land();
     void settle(Chunk& chunk, int code, const Error& error);
     uint8_t* at(int64_t slot) const { return slots_.base + slot * slots_.each; }
     static int read(const Read& read, uint8_t* slot, Error* error);
@@ -78,9 +101,14 @@ class Ring {
     std::condition_variable work_, full_now_, arrived_;
     std::deque<Segment> queue_;   // to be read
     std::vector<int64_t> free_;   // slots
-    std::deque<Full> full_;       // read, to be copied
+    Fifo<Full> full_;             // read, to be copied
     std::atomic<int64_t> waiting_{0};  // of them, so that they can be seen without the lock
     bool closing_ = false;
+
+    // Of the copying thread alone:
+    Fifo<Full> batch_;             // being copied
+    Fifo<int64_t> flying_;         // slots whose copies are under way, oldest first
+    std::vector<int64_t> landed_;  // slots whose copies are done
 };
 
 }  // namespace qpn

@@ -58,6 +58,6 @@ def offline(server: Hub, home: Path, client: Client) -> Iterator[Client]:
 @pytest.fixture
 def repo(server: Hub, folder: Path, request: pytest.FixtureRequest) -> str:
     """A repo of this test alone, so that nothing of it is in the cache."""
-    name = "own/" + re.sub(r"[^A-Za-z0-9]+", "-", request.node.name).strip("-")[:80]
+    name = "own/" + re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:80].strip("-")
     server.repos[name] = Repo(folder)
     return name

@@ -32,7 +32,9 @@ class Repo:
     branches: tuple[str, ...] = ("main",)
     private: bool = False
     gated: bool = False
-    #: A fault by file: ``cut``, ``cut once``, ``slow``, ``whole`` (ranges are ignored), a status.
+    #: A fault by file: ``cut``, ``cut once``, ``slow``, ``whole`` (ranges are ignored), ``less``
+    #: and ``more`` than the range that the answer names, ``unsized`` (nobody says its size), a
+    #: status.
     faults: dict[str, str | int] = field(default_factory=dict)
 
     @property
@@ -143,10 +145,13 @@ class _Handler(BaseHTTPRequestHandler):
         if (fault := repo.faults.get("api")) is not None:
             self._answer(int(fault), {}, b"down")
             return
-        siblings = [
-            {"rfilename": str(path.relative_to(repo.folder)), "size": path.stat().st_size}
-            for path in repo.files()
-        ]
+        siblings: list[dict[str, str | int]] = []
+        for path in repo.files():
+            file = str(path.relative_to(repo.folder))
+            unsized = repo.faults.get(file) == "unsized"
+            siblings.append(
+                {"rfilename": file, **({} if unsized else {"size": path.stat().st_size})}
+            )
         facts = {"id": name, "sha": repo.commit, "siblings": siblings, "tags": []}
         self._answer(200, {"Content-Type": "application/json"}, json.dumps(facts).encode())
 
@@ -163,7 +168,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         linked = {"X-Linked-Size": str(path.stat().st_size), "X-Linked-Etag": f'"{digest}"'}
         place = {"Location": f"{self.hub.store}/store/{name}/{file}"}
-        self._answer(302, {**common, **linked, **place}, b"")
+        unsized = repo.faults.get(file) == "unsized"
+        if unsized:
+            del linked["X-Linked-Size"]
+        self._answer(302, {**common, **linked, **place}, b"", sized=not unsized)
 
     def _file(self, repo: Repo, file: str, headers: dict[str, str] | None = None) -> None:
         data, fault = (repo.folder / file).read_bytes(), repo.faults.get(file)
@@ -180,15 +188,23 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
             answer["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             data, status = data[first : last + 1], 206
+        data = data[:-1] if fault == "less" else data + b"." if fault == "more" else data
         self._answer(status, answer, data, cut=str(fault).startswith("cut"))
 
     def _answer(
-        self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False
+        self,
+        status: int,
+        headers: dict[str, str],
+        body: bytes,
+        *,
+        cut: bool = False,
+        sized: bool = True,
     ) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        if sized:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         sent = b"" if self.command == "HEAD" else body[: len(body) // 2] if cut else body
         self.hub.log.append(
@@ -206,5 +222,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
         except OSError:
             self.close_connection = True  # the client went away, as it may
-        if cut:
+        if cut or not sized:
             self.close_connection = True

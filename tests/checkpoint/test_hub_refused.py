@@ -13,6 +13,7 @@ from hub_calls import Client, header_bytes, weights
 from hub_server import TOKEN, Hub, Repo
 
 import loader
+from loader.checkpoint.hub import HubError, HubSource
 
 
 def test_offline_says_what_is_missing(
@@ -48,6 +49,9 @@ def test_a_hub_that_is_down_is_as_offline(client: Client, server: Hub, repo: str
         ({"faults": {"config.json": 503}}, "the Hub is out of reach, and the file is not in"),
         ({"faults": {"FIRST": 403}}, "the Hub refuses the request"),
         ({"faults": {"FIRST": "whole"}}, "does not answer with the byte range"),
+        ({"faults": {"FIRST": "less"}}, "the Hub sent another number of bytes than was asked for"),
+        ({"faults": {"FIRST": "more"}}, "the Hub sent another number of bytes than was asked for"),
+        ({"faults": {"FIRST": "unsized"}}, "the Hub does not say how large a file is"),
         ({"faults": {"FIRST": "slow"}}, "the Hub does not answer in time"),
         ({"faults": {"FIRST": "cut"}}, "the transfer from the Hub broke off"),
         ({"faults": {"api": 403}}, "the Hub refuses the request"),
@@ -130,6 +134,18 @@ def test_an_index_that_names_a_pickle_or_leaves_the_repo_is_refused(
             assert says in client("load", repo)["text"]
         asked = [one.path for one in log if repo in one.path]
         assert asked and not any(path.endswith((".bin", ".safetensors")) for path in asked)
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "README.md", "model.safetensors.py"])
+def test_no_other_file_is_ever_fetched(tmp_path: Path, file: str) -> None:
+    """Whoever asks: neither bytes nor a descriptor of it."""
+    with HubSource("own/model", "own/model", "0" * 40, tmp_path, {file: 4}) as source:
+        with pytest.raises(HubError, match="only safetensors, index and configs") as caught:
+            source.read_into(file, 0, memoryview(bytearray(4)))
+        assert caught.value.file == f"own/model/{file}"
+        with pytest.raises(HubError, match="only safetensors"), source.descriptor(file):
+            pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_repo_without_a_config_is_refused(

@@ -24,7 +24,9 @@ from fault_kinds import Bench, BenchSource, patched
 from load_fakes import banks_of, bits, same_bits
 
 import loader
-from loader import CapacityError, native
+from loader import CapacityError, memory, native
+from loader.bank import ABSENT, BankSpec, LayerSpec
+from loader.converter import LayerBanks
 from loader.experts import LoadedExperts
 from loader.testing.checkpoint import tiny_checkpoint
 
@@ -52,9 +54,11 @@ def failing_at(number: int, inner: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def sweep(name: str, run: Callable[[], Any], right: Callable[[Any], bool]) -> Outcome:
+def sweep(
+    name: str, run: Callable[[], Any], right: Callable[[Any], bool], how: str = ""
+) -> Outcome:
     """Fail each allocation of the first native call of ``run`` in turn, until none is left."""
-    inner = getattr(LIBRARY, name)
+    inner, kind = getattr(LIBRARY, name), f"no memory in {name}" + (how and f", {how}")
     wrong: list[str] = []
     run()
     witness = Witness()
@@ -69,8 +73,8 @@ def sweep(name: str, run: Callable[[], Any], right: Callable[[Any], bool]) -> Ou
             wrong += [] if right(run()) else [f"the next one is wrong after allocation {number}"]
             continue
         wrong += [] if right(result) else ["wrong without a failure"]
-        return Outcome(f"no memory in {name}", "any", "direct", f"{number} points", wrong)
-    return Outcome(f"no memory in {name}", "any", "direct", "endless", ["never ended"])
+        return Outcome(kind, "any", "direct", f"{number} points", wrong)
+    return Outcome(kind, "any", "direct", "endless", ["never ended"])
 
 
 def left_to_python(name: str, run: Callable[[], Any], right: Callable[[Any], bool]) -> Outcome:
@@ -100,11 +104,11 @@ def threads(good: Path, wanted: list[torch.Tensor]) -> Outcome:
     inner = native.read
 
     def refused(*args: Any) -> Any:
-        SHIM.refuse_threads(1)
+        SHIM.allow_threads(ctypes.c_long(0))
         try:
             return inner(*args)
         finally:
-            SHIM.refuse_threads(0)
+            SHIM.allow_threads(ctypes.c_long(-1))
 
     with patched(native, "read", refused):
         experts = load(good)
@@ -118,14 +122,14 @@ def no_python_thread(good: Path) -> Outcome:
     for way in ("direct", "ahead"):
         before = Witness().left()
         with BenchSource(Bench(good, "", way)) as source:
-            SHIM.refuse_threads(1)
+            SHIM.allow_threads(ctypes.c_long(0))
             try:
                 load(source)
                 wrong.append("the load went on")
             except CapacityError as error:
                 wrong += [] if "thread could not be started" in str(error) else [str(error)]
             finally:
-                SHIM.refuse_threads(0)
+                SHIM.allow_threads(ctypes.c_long(-1))
         wrong += Witness().left().beyond(before)
     return Outcome("no thread", "planned", "direct, ahead", "CapacityError", wrong)
 
@@ -145,15 +149,81 @@ def all_probes(good: Path, parts: Path) -> list[Outcome]:
                 name, lambda: loader.plan(parts).to_dict(), lambda plan: same_plan(plan, planned)
             )
         )
+    shape = (2 << 20,)
+    found.append(
+        left_to_python(
+            "qpn_populate",
+            lambda: memory.fresh(shape, torch.uint8, torch.device("cpu")),
+            lambda made: made.zero_().shape == shape,
+        )
+    )
     for name in ("qpn_write", "qpn_finish"):
         found.append(sweep(name, lambda: load(good), right))
-    layer = load(good)[0]
+    return found + steps(load(good))
+
+
+def steps(experts: LoadedExperts) -> list[Outcome]:
+    """Calls that compute from banks; refused ones too, whose sentence takes memory."""
+    core, layer, linear = native.CORE, experts[0], Linear()
+    assert core is not None
     x = torch.randn(4, 512)
     ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
-    weights = torch.ones(4, 2)
-    y = layer(x, ids, weights)
-    found.append(sweep("qpn_moe", lambda: layer(x, ids, weights), lambda out: bits(out) == bits(y)))
+    given = (x, ids, torch.ones(4, 2), torch.arange(8, dtype=torch.int32))
+    banks, spec = layer.banks(), layer.spec.to_ints()
+    none, out = torch.empty(0), torch.empty(1 << 16)
+    calls: dict[str, tuple[Callable[[], torch.Tensor], Callable[[], Any]]] = {
+        "qpn_moe": (
+            lambda: layer(*given[:3]),
+            lambda: core.moe(torch.empty_like(x), none, *given, banks, spec),
+        ),
+        "qpn_linear": (lambda: linear(linear.scratch), lambda: linear(none)),
+        "qpn_dequantize": (
+            lambda: layer.dequantize(1)["down"],
+            lambda: core.dequantize(out, 7, 0, (0, 1), banks, spec),
+        ),
+    }
+    found = []
+    for name, (good, bad) in calls.items():
+        wanted = bits(good())
+        found.append(sweep(name, good, lambda result, wanted=wanted: bits(result) == wanted))
+        found.append(sweep(name, sentence_of(bad), bool, "refused"))
     return found
+
+
+class Linear:
+    """One linear outside the experts, on scales of 1."""
+
+    def __init__(self) -> None:
+        bank = BankSpec("int4", "compact", 1, 256, 96, 32, 0, 1, torch.float16)
+        layer = LayerSpec(ABSENT, bank)
+        self.spec = layer.to_ints()
+        self.banks = LayerBanks.allocate(layer, torch.device("cpu"), 8).tensors
+        words, scales = self.banks[:2]
+        words.copy_(torch.randint(-(1 << 31), 1 << 31, words.shape))
+        scales.fill_(1)
+        self.x, self.bias = torch.randn(9, 256), torch.randn(96)
+        assert native.CORE is not None
+        self.scratch = torch.empty(native.CORE.linear_scratch_bytes(self.spec, 9) // 4 + 16)
+
+    def __call__(self, scratch: torch.Tensor) -> torch.Tensor:
+        """The product, with ``scratch``."""
+        assert native.CORE is not None
+        out = torch.full((9, 96), float("nan"))
+        native.CORE.linear(out, scratch, self.x, self.bias, self.banks, self.spec)
+        return out
+
+
+def sentence_of(call: Callable[[], Any]) -> Callable[[], str]:
+    """What a call that does not fit is refused with."""
+
+    def refused() -> str:
+        try:
+            call()
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return refused
 
 
 def same_plan(one: dict[str, Any], other: dict[str, Any]) -> bool:

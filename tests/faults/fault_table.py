@@ -17,7 +17,7 @@ import torch
 from fault_cells import Outcome, make_checkpoint, run_cell
 from fault_inplace import INPLACE_KINDS, InPlace, run_inplace_cell
 from fault_kinds import KINDS, STATES
-from fault_probes import COMPILER, run_native_memory, run_probe
+from fault_probes import COMPILER, run_native_memory, run_probe, run_ring_memory
 
 from loader import native
 
@@ -55,6 +55,8 @@ def collect() -> list[Outcome]:
             found += run_probe("fault_signals.py", probe)
         if COMPILER is not None and native.HOST is not None:
             found += run_native_memory(Path(name))
+        if COMPILER is not None:
+            found += run_ring_memory(Path(name))
     return found
 
 

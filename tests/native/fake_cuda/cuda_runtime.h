@@ -9,7 +9,9 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #define CUDART_VERSION 0
@@ -17,7 +19,13 @@
 #define cudaEventDisableTiming 2
 #define cudaHostRegisterPortable 1
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotReady = 600 };
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorNotReady = 600,
+    cudaErrorUnknown = 999
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
 
 // Calls of this CUDA that fail: their name, how many go well before the first, how many fail.
@@ -37,6 +45,19 @@ inline bool fails(const char* name) {
 }
 #define FAKE_CALL() \
     if (fails(__func__)) return cudaErrorInvalidValue
+
+// CUDA throws nothing: where it gets no memory or no thread, it says so.
+template <class Act>
+cudaError_t fake_call(const Act& act) {
+    try {
+        act();
+        return cudaSuccess;
+    } catch (const std::bad_alloc&) {
+        return cudaErrorMemoryAllocation;
+    } catch (const std::system_error&) {
+        return cudaErrorUnknown;
+    }
+}
 
 inline const char* cudaGetErrorString(cudaError_t) { return "a fault of the fake"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
@@ -65,7 +86,11 @@ class FakeStream {
    public:
     FakeStream() : thread_([this] { run(); }) {}
     ~FakeStream() {
-        enqueue(nullptr);
+        {
+            std::lock_guard<std::mutex> hold(mutex_);
+            closing_ = true;
+            changed_.notify_all();
+        }
         thread_.join();
     }
     void enqueue(std::function<void()> work) {
@@ -84,12 +109,12 @@ class FakeStream {
             std::function<void()> work;
             {
                 std::unique_lock<std::mutex> hold(mutex_);
-                changed_.wait(hold, [&] { return !queue_.empty(); });
+                changed_.wait(hold, [&] { return closing_ || !queue_.empty(); });
+                if (queue_.empty()) return;
                 work = std::move(queue_.front());
                 queue_.pop_front();
                 busy_ = true;
             }
-            if (!work) return;
             work();
             std::lock_guard<std::mutex> hold(mutex_);
             busy_ = false;
@@ -99,7 +124,7 @@ class FakeStream {
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<std::function<void()>> queue_;
-    bool busy_ = false;
+    bool busy_ = false, closing_ = false;
     std::thread thread_;
 };
 using cudaStream_t = FakeStream*;
@@ -110,7 +135,7 @@ inline FakeStream& fake_stream(cudaStream_t stream) {
 }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
     FAKE_CALL();
-    return *stream = new FakeStream(), cudaSuccess;
+    return fake_call([&] { *stream = new FakeStream(); });
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -118,22 +143,22 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     FAKE_CALL();
-    return *event = new FakeEvent(), cudaSuccess;
+    return fake_call([&] { *event = new FakeEvent(); });
 }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     FAKE_CALL();
-    long mine;
-    {
-        std::lock_guard<std::mutex> hold(event->mutex);
-        mine = ++event->recorded;
-    }
-    fake_stream(stream).enqueue([event, mine] {
-        std::lock_guard<std::mutex> hold(event->mutex);
-        event->reached = mine;
-        event->passed.notify_all();
+    std::lock_guard<std::mutex> hold(event->mutex);
+    const long mine = event->recorded + 1;
+    const cudaError_t code = fake_call([&] {
+        fake_stream(stream).enqueue([event, mine] {
+            std::lock_guard<std::mutex> hold(event->mutex);
+            event->reached = mine;
+            event->passed.notify_all();
+        });
     });
-    return cudaSuccess;
+    if (code == cudaSuccess) event->recorded = mine;
+    return code;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
     std::lock_guard<std::mutex> hold(event->mutex);
@@ -143,18 +168,20 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     FAKE_CALL();
     std::lock_guard<std::mutex> hold(event->mutex);
     const long wanted = event->recorded;
-    fake_stream(stream).enqueue([event, wanted] {
-        std::unique_lock<std::mutex> hold(event->mutex);
-        event->passed.wait(hold, [&] { return event->reached >= wanted; });
+    return fake_call([&] {
+        fake_stream(stream).enqueue([event, wanted] {
+            std::unique_lock<std::mutex> hold(event->mutex);
+            event->passed.wait(hold, [&] { return event->reached >= wanted; });
+        });
     });
-    return cudaSuccess;
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t stream) {
     FAKE_CALL();
-    fake_stream(stream).enqueue([=] {
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-        memcpy(to, from, bytes);
+    return fake_call([&] {
+        fake_stream(stream).enqueue([=] {
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+            memcpy(to, from, bytes);
+        });
     });
-    return cudaSuccess;
 }
