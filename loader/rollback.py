@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType, MethodType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -89,10 +89,11 @@ class _Signals:
 
 def _own(handler: Any, number: int) -> Any:
     """A handler, or where it is one that could not be put back, the one that it stands before."""
-    signals = getattr(handler, "__self__", None)
-    while isinstance(signals, _Signals) and signals.mode == _OVER:
+    while isinstance(handler, MethodType):
+        signals = handler.__self__
+        if not isinstance(signals, _Signals) or signals.mode != _OVER:
+            break
         handler = signals._handlers[number]
-        signals = getattr(handler, "__self__", None)
     return handler
 
 

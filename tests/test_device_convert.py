@@ -65,12 +65,14 @@ class Device:
         tensors: list[torch.Tensor],
         state: torch.Tensor,
         spec: list[int],
+        nbytes: int | None = None,
     ) -> None:
+        """``nbytes`` is what the call is told of the chunk's size, if not the truth."""
         error = Error()
         table = descriptors.contiguous()
         code = self.library.qpn_test_write(
             ctypes.c_void_p(chunk.data_ptr()),
-            ctypes.c_int64(chunk.nbytes),
+            ctypes.c_int64(chunk.nbytes if nbytes is None else nbytes),
             ctypes.c_void_p(table.data_ptr()),
             ctypes.c_int64(len(table)),
             *self._layer(tensors, state, spec),
@@ -317,6 +319,21 @@ def test_a_piece_that_a_card_does_not_take_is_refused(
     chunk = torch.zeros(1024, dtype=torch.uint8)
     with pytest.raises(DescriptorError, match=message):
         device.write(chunk, descriptor(**changes), tensors, device.state(spec), spec.to_ints())
+
+
+def test_a_piece_of_more_columns_than_a_card_counts_is_refused(device: Device) -> None:
+    """Its chunk would have 8 GiB: said to be there, and never touched."""
+    spec = small_layer()
+    tensors = LayerBanks.allocate(spec, HOST, None).tensors
+    columns = 1 << 31
+    rows = descriptor(
+        role=int(Role.CHECK_GROUPS), rows=1, cols=columns, row_bytes=4 * columns, expect_a=32
+    )
+    with pytest.raises(DescriptorError, match="a piece is too large"):
+        device.write(
+            torch.zeros(1024, dtype=torch.uint8), rows, tensors, device.state(spec),
+            spec.to_ints(), 4 * columns,
+        )  # fmt: skip
 
 
 def test_an_absent_bank_is_not_written(device: Device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from test_core import HOST, descriptor, small_layer
 
 from loader import native
-from loader.bank import BankSpec, LayerSpec
+from loader.bank import ABSENT, BankSpec, LayerSpec
 from loader.converter import LayerBanks, cache_bytes
 from loader.core import Core, DescriptorError, ReadError
+from loader.structs import Linear, Moe
 
 pytestmark = pytest.mark.skipif(native.CORE is None, reason="the native core is not built")
 
@@ -77,6 +79,22 @@ def test_tiles_that_do_not_fit(tiles: tuple[int, int], floats: int, words: str) 
     banks = LayerBanks.allocate(spec, HOST, 8).tensors
     with pytest.raises(ValueError, match=words):
         core().dequantize(torch.zeros(floats), 0, 0, tiles, banks, spec.to_ints())
+
+
+@pytest.mark.parametrize("tokens", [-1, (1 << 30) + 1])
+def test_a_number_of_tokens_that_no_step_has(tokens: int) -> None:
+    """The addresses are never followed."""
+    spec, linear = small_layer(), small_layer().w2
+    banks = LayerBanks.allocate(spec, HOST, 8).tensors
+    library, words = core()._library, "^the number of tokens is not that of a step$"
+    experts = spec.w13.experts
+    step = Moe(tokens=tokens, top_k=1, experts=experts, scratch_bytes=1 << 60)
+    with pytest.raises(ValueError, match=words):
+        core()._run(library.qpn_moe, (ctypes.byref(step),), banks, spec.to_ints())
+    call = Linear(tokens=tokens, scratch_bytes=1 << 60)
+    numbers = LayerSpec(ABSENT, linear).to_ints()
+    with pytest.raises(ValueError, match=words):
+        core()._run(library.qpn_linear, (ctypes.byref(call),), banks[3:], numbers)
 
 
 def test_plain_weights_are_not_dequantized() -> None:

@@ -296,8 +296,12 @@ def test_what_a_foreign_source_raises_while_planning_becomes_an_error_of_the_lib
     error: Exception, sizes: bool, tmp_path: Path
 ) -> None:
     made = tiny_checkpoint(tmp_path, hidden=64, intermediate=64, experts=4, group=32, layers=1)
-    with pytest.raises(CheckpointError, match="file cannot be read") as caught:
-        loader.plan(Foreign(made.folder, error, sizes))
+    # Closed here: `error` outlives the test, and with it the frames that hold the source.
+    with (
+        Foreign(made.folder, error, sizes) as source,
+        pytest.raises(CheckpointError, match="file cannot be read") as caught,
+    ):
+        loader.plan(source)
     assert caught.value.file == "model.safetensors"
     assert caught.value.expected == ("its size" if sizes else "8 bytes at offset 0")
     assert str(error) in str(caught.value) and caught.value.__cause__ is error
