@@ -17,7 +17,17 @@ from loader.reference.weights import Columns, dequantize
 from loader.report import LoadReport
 from loader.route import RouteRange, limits
 from loader.shard import Shard
+from loader.structs import FLOATS
 from loader.workspace import Workspace
+
+_FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""Router weights of these are widened before a kernel sees them."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,8 @@ class PreparedExperts(BankedModule):
         :class:`LoaderError` for a dtype, shape or device that does not match, before anything runs.
         """
         self._check(hidden_states, topk_ids, topk_weights)
+        if topk_weights.dtype not in FLOATS:
+            topk_weights = topk_weights.float()
         if out is None:
             out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         else:
@@ -151,6 +163,8 @@ class PreparedExperts(BankedModule):
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         device = self._workspace.scratch.device
+        for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
+            self._check_dense(name, tensor)
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             self.refuse("hidden_states", f"(T, {self.hidden_size})", tuple(x.shape))
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -161,26 +175,37 @@ class PreparedExperts(BankedModule):
             self.refuse("topk_ids", "int32 or int64", ids.dtype)
         if weights.shape != ids.shape:
             self.refuse("topk_weights", tuple(ids.shape), tuple(weights.shape))
-        if not weights.dtype.is_floating_point:
+        if weights.dtype not in (*FLOATS, *_FLOAT8):
             self.refuse("topk_weights", "a floating dtype", weights.dtype)
         for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
             if tensor.device != device:
                 self.refuse(name, f"device {device}", tensor.device)
 
+    def _check_dense(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse what has no number at every place: other layouts, and what is no tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            self.refuse(name, "a tensor", type(tensor).__name__)
+        if tensor.is_nested or tensor.layout != torch.strided:
+            self.refuse(name, "a dense tensor", "nested" if tensor.is_nested else tensor.layout)
+
     def _check_out(self, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         x = inputs[0]
+        self._check_dense("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             self.refuse(
                 "out",
                 f"{tuple(x.shape)} {x.dtype} on {x.device}",
                 f"{tuple(out.shape)} {out.dtype} on {out.device}",
             )
-        if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
-            self.refuse("out", "a place for every number", f"strides {out.stride()}")
         if torch.compiler.is_compiling():
             return
+        if not _is_one_to_one(out):
+            self.refuse("out", "a place for every number", f"strides {out.stride()}")
         if any(_overlap(out, tensor) for tensor in inputs):
             self.refuse("out", "memory apart from the inputs", "an overlap")
+        # A result written over a bank would be wrong numbers from the next call on.
+        if any(_overlap(out, tensor) for tensor in (*self.banks(), *self._workspace.tensors())):
+            self.refuse("out", "memory apart from banks and workspace", "an overlap")
 
     def refuse(self, name: str, expected: object, found: object) -> None:
         """Raise the error that says what does not match the layer."""
@@ -227,6 +252,16 @@ class PreparedExperts(BankedModule):
             "expert_ids": list(self.expert_ids),
             "experts": self._facts.experts,
         }
+
+
+def _is_one_to_one(t: torch.Tensor) -> bool:
+    """Whether every element has its own place: each axis steps over all that finer ones span."""
+    span = 0
+    for step, size in sorted((t.stride(axis), t.shape[axis]) for axis in range(t.dim())):
+        if size > 1 and step <= span:
+            return False
+        span += (size - 1) * step
+    return True
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
