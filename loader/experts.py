@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -218,13 +219,16 @@ class PreparedExperts(BankedModule):
 
         Raises :class:`LoaderError` for an expert that this card does not hold.
         """
-        slot = self._slots.get(expert_id)
+        try:
+            slot = self._slots.get(index(expert_id))
+        except TypeError:
+            slot = None  # no whole number, so no expert's id
         if slot is None:
             raise LoaderError(
                 f"expert {expert_id} is not on this card",
                 layer=self.layer,
                 expected=f"one of {_range_text(self.expert_ids)}",
-                found=expert_id,
+                found=repr(expert_id),
             )
         w13, w2 = split_banks(self.spec, self.banks())
         both = dequantize(self.spec.w13, self.awq_rounding, w13, Columns(slot, 0, self.spec.w13.n))

@@ -22,7 +22,7 @@ LAYERS = (
     "errors rollback policy shard table library",
     "checkpoint",
     "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan",
-    "checkpoint.family",
+    "checkpoint.family request",
     "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.open_file checkpoint.source",
     "checkpoint.json_file checkpoint.weight_map checkpoint.index",
     "checkpoint.hub_client checkpoint.hub",

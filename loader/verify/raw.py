@@ -23,9 +23,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; raises :class:`CheckpointError` if it is anything else."""
+    _require_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "a JSON file cannot be read", file=str(path), expected="a JSON object", found=error
         ) from error
@@ -37,6 +38,12 @@ def read_json(path: Path) -> dict[str, Any]:
             found=type(value).__name__,
         )
     return value
+
+
+def _require_regular(path: Path) -> None:
+    """A pipe would be waited for without end; what does not exist fails at its own open."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError("not a regular file", file=str(path), expected="a regular file")
 
 
 def _folder_of(source: str | os.PathLike[str], revision: str | None) -> Path:
@@ -64,6 +71,10 @@ class RawCheckpoint:
     """
 
     def __init__(self, source: str | os.PathLike[str], revision: str | None = None) -> None:
+        if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+            raise CheckpointError(
+                "source is not valid", expected="a local folder", found=repr(source)
+            )
         self.folder = _folder_of(source, revision)
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -99,7 +110,7 @@ class RawCheckpoint:
     def read_json(self, name: str, *, required: bool) -> dict[str, Any]:
         """The JSON object in the folder's file ``name``; empty if absent and not required."""
         path = self.folder / name
-        return read_json(path) if required or path.exists() else {}
+        return read_json(path) if required or os.path.lexists(path) else {}
 
     def file_of(self, name: str) -> str:
         """The file, relative to the folder, that supplies tensor ``name``."""
@@ -160,6 +171,7 @@ class RawCheckpoint:
     def _handle(self, file: str) -> Any:
         if file not in self._handles:
             path = self.folder / file
+            _require_regular(path)
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
@@ -175,7 +187,7 @@ class RawCheckpoint:
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name, from the index, or else from the headers."""
         index = self.folder / INDEX_NAME
-        if index.exists():
+        if os.path.lexists(index):  # a link to nothing is still the authority
             return self._from_index(index)
         files: dict[str, str] = {}
         for file in self._unindexed():
@@ -212,7 +224,7 @@ class RawCheckpoint:
         return {str(name): str(file) for name, file in weight_map.items()}
 
     def _unindexed(self) -> list[str]:
-        if (self.folder / "model.safetensors").exists():
+        if os.path.lexists(self.folder / "model.safetensors"):
             return ["model.safetensors"]
         shards = sorted(path.name for path in self.folder.glob("model-*-of-*.safetensors"))
         if shards:
