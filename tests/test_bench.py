@@ -10,6 +10,7 @@ import torch
 import loader
 from loader import Policy, Shard
 from loader.bench import REPEATS, Step, bench_dict, bench_steps, bench_text, route_of
+from loader.errors import CapacityError
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
 
 
@@ -80,3 +81,9 @@ def test_steps_as_text_and_as_values() -> None:
         "implementation": "reference",
         "seconds": 0.0012345,
     }
+
+
+def test_activations_that_fit_nowhere_are_an_error_of_ours(checkpoint: TinyCheckpoint) -> None:
+    experts = loader.load(checkpoint.folder)
+    with pytest.raises(CapacityError, match="activations of 2147483647 tokens"):
+        bench_steps(experts, [(1 << 31) - 1], 1 << 40, torch.float32)

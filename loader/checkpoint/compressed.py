@@ -146,7 +146,8 @@ def _transforms(config: object) -> tuple[tuple[Names, Names], ...]:
     for scheme in _object(_object(config).get("config_groups") or {}).values():
         for one in map(_object, _list(_object(scheme).get("apply"))):
             if one.get("location") in ("input", "output"):
-                names = [_names(key, one.get(key)) for key in ("targets", "ignore")]
+                given = [(key, one.get(key)) for key in ("targets", "ignore")]
+                names = [_names(k, [v] if isinstance(v, str) else v) for k, v in given]
                 found.append((names[0], names[1]))
     return tuple(found)
 

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 from loader.checkpoint.disk import hub_blobs, read_at, regular_files
 from loader.checkpoint.open_file import OpenFile, Use, descriptor_bound
 from loader.checkpoint.wording import shown
-from loader.errors import CheckpointError, LifecycleError, LoaderError
+from loader.errors import CheckpointError, LifecycleError, LoaderError, described
 from loader.rollback import SignalsHeld
 
 LIST_DEPTH = 3  # folders below the checkpoint's own; deeper files can be read but are not listed
@@ -103,7 +103,7 @@ def _owing(file: str, expected: str) -> Iterator[None]:
             "file cannot be read",
             file=shown(file),
             expected=expected,
-            found=f"{type(error).__name__}: {error}",
+            found=described(error),
         ) from error
 
 
