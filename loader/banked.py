@@ -70,6 +70,13 @@ class BankedModule(torch.nn.Module):
         """Raise the error that says what does not match."""
         raise NotImplementedError  # of the base alone
 
+    def require_dense(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse what has no number at every place: other layouts, and what is no tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            self.refuse(name, "a tensor", type(tensor).__name__)
+        if tensor.is_nested or tensor.layout != torch.strided:
+            self.refuse(name, "a dense tensor", "nested" if tensor.is_nested else tensor.layout)
+
     def banks(self) -> list[torch.Tensor]:
         """The bank tensors, in the order that operators take them."""
         buffers = self._buffers

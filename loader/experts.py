@@ -165,7 +165,7 @@ class PreparedExperts(BankedModule):
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         device = self._workspace.scratch.device
         for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
-            self._check_dense(name, tensor)
+            self.require_dense(name, tensor)
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             self.refuse("hidden_states", f"(T, {self.hidden_size})", tuple(x.shape))
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -182,16 +182,9 @@ class PreparedExperts(BankedModule):
             if tensor.device != device:
                 self.refuse(name, f"device {device}", tensor.device)
 
-    def _check_dense(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse what has no number at every place: other layouts, and what is no tensor."""
-        if not isinstance(tensor, torch.Tensor):
-            self.refuse(name, "a tensor", type(tensor).__name__)
-        if tensor.is_nested or tensor.layout != torch.strided:
-            self.refuse(name, "a dense tensor", "nested" if tensor.is_nested else tensor.layout)
-
     def _check_out(self, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         x = inputs[0]
-        self._check_dense("out", out)
+        self.require_dense("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             self.refuse(
                 "out",

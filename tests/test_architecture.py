@@ -19,7 +19,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 #: Data flows down this list, and so do imports: a module imports only from modules above it.
 LAYERS = (
-    "errors rollback policy shard table library",
+    "errors rollback policy shard table library turn",
     "checkpoint",
     "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan",
     "checkpoint.family request",
