@@ -64,7 +64,7 @@ def test_a_step_inside_a_step_does_not_wait_for_itself() -> None:
         pass
 
 
-def test_a_card_has_its_stream() -> None:
-    card = turn_on(torch.device("cuda"))
-    with card, card:
-        assert card is not turn_on(CPU)
+def test_devices_do_not_wait_for_one_another() -> None:
+    card = turn_on(torch.device("cuda", 0))
+    assert card is turn_on(torch.device("cuda", 0))
+    assert len({id(card), id(turn_on(torch.device("cuda", 1))), id(turn_on(CPU))}) == 3
