@@ -51,6 +51,16 @@ def regular_files(folder: str, prefix: str, depth: int) -> Iterator[str]:
             yield from regular_files(entry.path, f"{prefix}{entry.name}/", depth - 1)
 
 
+def stat_of(descriptor: int, file: str) -> os.stat_result:
+    """What an open file is now. Raises CheckpointError."""
+    try:
+        return os.fstat(descriptor)
+    except OSError as error:  # such as a descriptor that someone else has closed
+        raise CheckpointError(
+            "file cannot be looked at", file=shown(file), found=error.strerror
+        ) from error
+
+
 def read_at(descriptor: int, view: memoryview, offset: int, file: str) -> int:
     """One read into ``view``; the bytes that came. Raises CheckpointError."""
     try:

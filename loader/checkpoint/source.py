@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
-from loader.checkpoint.disk import hub_blobs, read_at, regular_files
+from loader.checkpoint.disk import hub_blobs, read_at, regular_files, stat_of
 from loader.checkpoint.open_file import OpenFile, Use, descriptor_bound
 from loader.checkpoint.wording import shown
 from loader.errors import CheckpointError, LifecycleError, LoaderError, described
@@ -318,7 +318,7 @@ class LocalSource:
         return path
 
     def _check_identity(self, file: str, descriptor: int) -> None:
-        now = os.fstat(descriptor)
+        now = stat_of(descriptor, file)
         identity = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
         first = self._identities.setdefault(file, identity)
         if identity != first:
