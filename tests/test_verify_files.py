@@ -252,3 +252,19 @@ def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
     with pytest.raises(CheckpointError, match="a JSON file cannot be read"):
         verify(fakes(AWQ), folder)
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_file_that_is_cut_during_the_check_is_refused(size: int, tmp_path: Path) -> None:
+    """A mapped file would end the process here."""
+    folder, layers = copied(AWQ, tmp_path), fakes(AWQ)
+    dequantize = layers[0].dequantize
+
+    def cut(expert: int) -> dict[str, torch.Tensor]:
+        os.truncate(folder / "model.safetensors", size)
+        return dequantize(expert)
+
+    layers[0].dequantize = cut  # type: ignore[method-assign]  # the check calls it between reads
+    with pytest.raises(CheckpointError, match="a file can no longer be read") as caught:
+        verify(layers, folder, 512)
+    assert str(folder / "model.safetensors") in str(caught.value) and caught.value.tensor

@@ -1,7 +1,7 @@
 """The checkpoint as raw tensors: which file holds which name, and its bytes as a tensor.
 
-Opened with ``safetensors`` and plain ``json`` only. The index, where present, is the only
-authority on which file supplies a tensor.
+Headers are checked by ``safetensors``, and nothing is taken from the loader's own reader. The
+index, where present, is the only authority on which file supplies a tensor.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loader.errors import CheckpointError
+from loader.verify.raw_file import RawFile
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -84,7 +84,7 @@ class RawCheckpoint:
                 found="a file" if self.folder.exists() else "no such folder",
             )
         self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, RawFile] = {}
         try:
             self._files = self._locate()
         except BaseException:
@@ -127,19 +127,16 @@ class RawCheckpoint:
 
     def dtype(self, name: str) -> str:
         """The dtype of ``name`` as the header spells it, such as ``F8_E4M3``."""
-        return str(self._slice(name).get_dtype())
+        return self._handle(self.file_of(name)).dtype(name)
 
     def shape(self, name: str) -> list[int]:
         """The shape of ``name`` as the header has it."""
-        return list(self._slice(name).get_shape())
+        return self._handle(self.file_of(name)).shape(name)
 
     def read(self, name: str, lead: int | None = None) -> torch.Tensor:
         """The tensor ``name`` on the host; with ``lead``, that index of its leading axis only."""
-        view = self._slice(name)
-        shape = list(view.get_shape())
-        if lead is None:
-            return self._tensor(name)
-        if not shape or lead >= shape[0]:
+        shape = self.shape(name)
+        if lead is not None and (not shape or lead >= shape[0]):
             raise CheckpointError(
                 "a fused tensor has no such expert",
                 file=self._files[name],
@@ -148,40 +145,11 @@ class RawCheckpoint:
                 expected=f"a leading axis of at least {lead + 1}",
                 found=f"shape {shape}",
             )
-        part: torch.Tensor = view[lead : lead + 1]
-        return part[0]
+        return self._handle(self.file_of(name)).read(name, lead)
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle(self.file_of(name)).get_tensor(name)
-        return tensor
-
-    def _slice(self, name: str) -> Any:
-        file = self.file_of(name)
-        try:
-            return self._handle(file).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                "the index names a file that does not hold the tensor",
-                file=file,
-                tensor=name,
-                expected="present",
-                found=error,
-            ) from error
-
-    def _handle(self, file: str) -> Any:
+    def _handle(self, file: str) -> RawFile:
         if file not in self._handles:
-            path = self.folder / file
-            _require_regular(path)
-            try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    "a file cannot be opened as safetensors",
-                    file=str(path),
-                    expected="a whole safetensors file",
-                    found=error,
-                ) from error
-            self._handles[file] = handle
+            self._handles[file] = self._stack.enter_context(RawFile(self.folder / file))
         return self._handles[file]
 
     def _locate(self) -> dict[str, str]:
@@ -191,7 +159,7 @@ class RawCheckpoint:
             return self._from_index(index)
         files: dict[str, str] = {}
         for file in self._unindexed():
-            for name in self._handle(file).keys():  # noqa: SIM118 - a handle is no mapping
+            for name in self._handle(file).names():
                 if name in files:
                     raise CheckpointError(
                         "two files hold the same tensor and no index chooses",
