@@ -191,10 +191,10 @@ class PreparedExperts(BankedModule):
                 f"{tuple(x.shape)} {x.dtype} on {x.device}",
                 f"{tuple(out.shape)} {out.dtype} on {out.device}",
             )
-        if torch.compiler.is_compiling():
-            return
         if not _is_one_to_one(out):
             self.refuse("out", "a place for every number", f"strides {out.stride()}")
+        if torch.compiler.is_compiling():
+            return
         if any(_overlap(out, tensor) for tensor in inputs):
             self.refuse("out", "memory apart from the inputs", "an overlap")
         # A result written over a bank would be wrong numbers from the next call on.
@@ -252,13 +252,14 @@ class PreparedExperts(BankedModule):
 
 
 def _is_one_to_one(t: torch.Tensor) -> bool:
-    """Whether every element has its own place: each axis steps over all that finer ones span."""
-    span = 0
-    for step, size in sorted((t.stride(axis), t.shape[axis]) for axis in range(t.dim())):
-        if size > 1 and step <= span:
-            return False
-        span += (size - 1) * step
-    return True
+    """Whether every element of a matrix has its own place: one axis steps over the other's span."""
+    (rows, columns), (down, across) = t.shape, t.stride()
+    if rows < 2:
+        return columns < 2 or across > 0
+    if columns < 2:
+        return down > 0
+    apart = down > (columns - 1) * across or across > (rows - 1) * down
+    return down > 0 and across > 0 and apart
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
