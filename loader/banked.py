@@ -23,6 +23,8 @@ class BankedModule(torch.nn.Module):
     """
 
     what = "prepared banks"
+    _is_strict = False
+    """Whether the running ``load_state_dict`` is our own and strict; torch does not say."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -38,7 +40,22 @@ class BankedModule(torch.nn.Module):
                 expected="another load with other settings",
                 found=f"an assignment to {name}",
             )
+        self._require_no_bank(name, "an assignment to")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._require_no_bank(name, "a removal of")
+        super().__delattr__(name)
+
+    def _require_no_bank(self, name: str, found: str) -> None:
+        """Captured graphs hold the addresses of banks, and their bytes fit no other place."""
+        if name in vars(self).get("_bank_names", ()):
+            raise LifecycleError(
+                f"{name} is a bank and stays where it is",
+                layer=self.layer,
+                expected="load_state_dict, or another load",
+                found=f"{found} {name}",
+            )
 
     @property
     def layer(self) -> int | None:
@@ -53,6 +70,13 @@ class BankedModule(torch.nn.Module):
         """Raise the error that says what does not match."""
         raise NotImplementedError  # of the base alone
 
+    def require_dense(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuse what has no number at every place: other layouts, and what is no tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            self.refuse(name, "a tensor", type(tensor).__name__)
+        if tensor.is_nested or tensor.layout != torch.strided:
+            self.refuse(name, "a dense tensor", "nested" if tensor.is_nested else tensor.layout)
+
     def banks(self) -> list[torch.Tensor]:
         """The bank tensors, in the order that operators take them."""
         buffers = self._buffers
@@ -62,6 +86,16 @@ class BankedModule(torch.nn.Module):
         """Accepts only a state that agrees with this layer; see ``load_state_dict``."""
         if state != self.get_extra_state():
             self.refuse("extra state", self.get_extra_state(), state)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's; a key that is unknown is found before anything is copied, too."""
+        self._is_strict = strict
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:
+            self._is_strict = False
 
     def _load_from_state_dict(
         self,
@@ -82,7 +116,10 @@ class BankedModule(torch.nn.Module):
         for name, own in zip(self._bank_names, self.banks(), strict=True):
             new = state_dict.get(prefix + name)
             if not isinstance(new, torch.Tensor):
-                faults.append(f"{prefix}{name}: missing")
+                kind = (
+                    "missing" if new is None else f"expected a tensor, found {type(new).__name__}"
+                )
+                faults.append(f"{prefix}{name}: {kind}")
             elif new.shape != own.shape or new.dtype != own.dtype:
                 faults.append(
                     f"{prefix}{name}: expected {tuple(own.shape)} {own.dtype}, "
@@ -93,9 +130,12 @@ class BankedModule(torch.nn.Module):
             else:
                 copies.append((own, new))
         if local_metadata.get("assign_to_params_buffers"):
-            faults.append(f"{prefix}: assign=True would move the banks")
+            faults.append("assign=True would move the banks")
         known = {prefix + name for name in (*self._bank_names, "_extra_state")}
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in known]
+        unknown = [k for k in state_dict if k.startswith(prefix) and k not in known]
+        unexpected_keys += unknown
+        if unknown and self._is_strict:
+            faults.append(f"unknown: {', '.join(unknown)}")
         if faults:
             error_msgs.append(f"{self.what} refuse the state: " + "; ".join(faults))
             return

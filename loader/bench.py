@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from loader import memory
 from loader.experts import LoadedExperts, PreparedExperts
 from loader.table import Table, render
 
@@ -35,7 +36,9 @@ def bench_steps(
     for count in tokens:
         rounds = []
         for _ in range(REPEATS + 1):  # the first round warms up
-            inputs = [_inputs(layer, count, top_k, dtype, generator) for layer in experts.values()]
+            width = max(layer.hidden_size for layer in experts.values())
+            with memory.allocating(f"activations of {count} tokens", 4 * count * width):
+                inputs = [_inputs(one, count, top_k, dtype, generator) for one in experts.values()]
             started = time.perf_counter()
             for layer, (x, ids, weights) in zip(experts.values(), inputs, strict=True):
                 layer(x, ids, weights)

@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,12 @@ from loader.plan import DEFAULT_STAGING_BYTES, plan_cards
 from loader.policy import LAYOUTS, NONFINITE, ROUNDINGS, SWITCHES, Policy
 from loader.progress import ProgressBar
 from loader.render import WIDTH, load_text, plan_text, ranks_text
-from loader.report import write_json
+from loader.report import check_target, write_json
+from loader.request import MOST_LAYERS
 from loader.shard import Shard
 from loader.verify import verify
 
+_DESCRIPTION = "Command line: qpn inspect | plan | load | verify | bench SOURCE."
 _SUFFIXES = {"k": 10, "m": 20, "g": 30, "t": 40}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _LEAST_WIDTH = 80
@@ -39,8 +40,11 @@ _LEAST_WIDTH = 80
 _INTERRUPTED = 130
 """Exit code of a command that was interrupted, as shells give it."""
 
-_MOST_LAYERS = 1 << 16
-"""Layers that a list on the command line may name: a slip must not fill the memory."""
+_MOST_COUNT = (1 << 31) - 1
+"""Largest number of anything that is counted on the command line."""
+
+_MOST_PLANS = 1 << 16
+"""Cards that one call plans, each of which has a row: a slip must not fill the memory."""
 
 Result = tuple[str | None, Any, int]
 """What a command shows, what it writes as JSON, and its exit code.
@@ -64,9 +68,21 @@ def size(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {_MOST_COUNT}")
     return int(text)
+
+
+def seed(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
+def crossover(text: str) -> int | str:
+    """Tokens, or ``measure``; what the number may be is the policy's."""
+    return text if text == "measure" else int(text)
 
 
 def layer_list(text: str) -> list[int]:
@@ -77,7 +93,7 @@ def layer_list(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise argparse.ArgumentTypeError(f"{text!r} is no list of layers such as 0-3,7")
         run = range(int(first), int(last or first) + 1)
-        if not run or run[-1] >= _MOST_LAYERS:
+        if not run or run[-1] >= MOST_LAYERS:
             raise argparse.ArgumentTypeError(f"{text!r} names layers that no model has")
         layers += run
     return layers
@@ -90,7 +106,7 @@ def token_list(text: str) -> list[int]:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser("qpn", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser("qpn", description=_DESCRIPTION)
     parser.set_defaults(who="qpn")
     commands = parser.add_subparsers(dest="command", required=True)
     helps = {
@@ -112,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
             launch.add_options(command)
         if name == "verify":
             command.add_argument("--samples", type=count, default=1152, help="columns to compare")
-            command.add_argument("--seed", type=int, default=0, help="seed of the draw")
+            command.add_argument("--seed", type=seed, default=0, help="seed of the draw")
         if name == "bench":
             command.add_argument("--tokens", type=token_list, default=[1, 2, 8, 64])
             command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="activations")
@@ -135,7 +151,7 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
         command.add_argument(f"--{switch}", choices=SWITCHES, default="auto")
     command.add_argument("--layout", choices=LAYOUTS, help="metadata layout by name")
     command.add_argument("--awq-rounding", choices=ROUNDINGS, default="exact")
-    command.add_argument("--grouped-max-tokens", type=int)
+    command.add_argument("--grouped-max-tokens", type=crossover, metavar="N|measure")
     command.add_argument("--nonfinite", choices=NONFINITE, default="error")
 
 
@@ -155,6 +171,8 @@ def _shards(options: argparse.Namespace) -> list[Shard]:
     """The card that is asked for; every card for ``plan`` where no rank is."""
     every = options.command == "plan"
     ranks = range(options.tp) if every and options.rank is None else [options.rank or 0]
+    if every and options.tp * options.ep > _MOST_PLANS:
+        raise LoaderError("--tp times --ep is too many cards", expected=f"at most {_MOST_PLANS}")
     ep_ranks = range(options.ep) if every and options.ep_rank is None else [options.ep_rank or 0]
     return [
         Shard(tp_rank=rank, tp_size=options.tp, ep_rank=ep_rank, ep_size=options.ep)
@@ -164,8 +182,8 @@ def _shards(options: argparse.Namespace) -> list[Shard]:
 
 def _check_call(options: argparse.Namespace) -> None:
     """Refuse what the call alone shows to be wrong, before a checkpoint is looked at."""
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise LoaderError("--json names a file in no folder", found=options.json)
+    if options.json is not None:
+        check_target(options.json)
     if options.command != "inspect":
         _policy(options)
         _shards(options)
@@ -267,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if options.debug:
             raise
-        print(f"{options.who}: {_one_line(error)}", file=sys.stderr)
+        if sys.stderr is not None:  # None where it is closed: print would take stdout instead
+            print(f"{options.who}: {_one_line(error)}", file=sys.stderr)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     if text is not None:
         _show(text)

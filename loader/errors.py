@@ -73,6 +73,14 @@ class LoaderError(Exception):
         )
 
 
+def described(error: BaseException) -> str:
+    """The kind and the words of an error that is not ours, whose own ``__str__`` may raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as unsaid:
+        return f"{type(error).__name__}, whose message is a {type(unsaid).__name__} itself"
+
+
 def _one_line(value: Any) -> str:
     """A fact as a message carries it: names and causes are not ours, and may hold anything."""
     text = str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -17,7 +18,17 @@ from loader.reference.weights import Columns, dequantize
 from loader.report import LoadReport
 from loader.route import RouteRange, limits
 from loader.shard import Shard
+from loader.structs import FLOATS
 from loader.workspace import Workspace
+
+_FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+"""Router weights of these are widened before a kernel sees them."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,8 @@ class PreparedExperts(BankedModule):
         :class:`LoaderError` for a dtype, shape or device that does not match, before anything runs.
         """
         self._check(hidden_states, topk_ids, topk_weights)
+        if topk_weights.dtype not in FLOATS:
+            topk_weights = topk_weights.float()
         if out is None:
             out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         else:
@@ -151,6 +164,8 @@ class PreparedExperts(BankedModule):
 
     def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         device = self._workspace.scratch.device
+        for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
+            self.require_dense(name, tensor)
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
             self.refuse("hidden_states", f"(T, {self.hidden_size})", tuple(x.shape))
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -161,7 +176,7 @@ class PreparedExperts(BankedModule):
             self.refuse("topk_ids", "int32 or int64", ids.dtype)
         if weights.shape != ids.shape:
             self.refuse("topk_weights", tuple(ids.shape), tuple(weights.shape))
-        if not weights.dtype.is_floating_point:
+        if weights.dtype not in (*FLOATS, *_FLOAT8):
             self.refuse("topk_weights", "a floating dtype", weights.dtype)
         for name, tensor in (("hidden_states", x), ("topk_ids", ids), ("topk_weights", weights)):
             if tensor.device != device:
@@ -169,18 +184,22 @@ class PreparedExperts(BankedModule):
 
     def _check_out(self, out: torch.Tensor, *inputs: torch.Tensor) -> None:
         x = inputs[0]
+        self.require_dense("out", out)
         if out.shape != x.shape or out.dtype != x.dtype or out.device != x.device:
             self.refuse(
                 "out",
                 f"{tuple(x.shape)} {x.dtype} on {x.device}",
                 f"{tuple(out.shape)} {out.dtype} on {out.device}",
             )
-        if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
+        if not _is_one_to_one(out):
             self.refuse("out", "a place for every number", f"strides {out.stride()}")
         if torch.compiler.is_compiling():
             return
         if any(_overlap(out, tensor) for tensor in inputs):
             self.refuse("out", "memory apart from the inputs", "an overlap")
+        # A result written over a bank would be wrong numbers from the next call on.
+        if any(_overlap(out, tensor) for tensor in (*self.banks(), *self._workspace.tensors())):
+            self.refuse("out", "memory apart from banks and workspace", "an overlap")
 
     def refuse(self, name: str, expected: object, found: object) -> None:
         """Raise the error that says what does not match the layer."""
@@ -193,13 +212,16 @@ class PreparedExperts(BankedModule):
 
         Raises :class:`LoaderError` for an expert that this card does not hold.
         """
-        slot = self._slots.get(expert_id)
+        try:
+            slot = self._slots.get(index(expert_id))
+        except TypeError:
+            slot = None  # no whole number, so no expert's id
         if slot is None:
             raise LoaderError(
                 f"expert {expert_id} is not on this card",
                 layer=self.layer,
                 expected=f"one of {_range_text(self.expert_ids)}",
-                found=expert_id,
+                found=repr(expert_id),
             )
         w13, w2 = split_banks(self.spec, self.banks())
         both = dequantize(self.spec.w13, self.awq_rounding, w13, Columns(slot, 0, self.spec.w13.n))
@@ -227,6 +249,17 @@ class PreparedExperts(BankedModule):
             "expert_ids": list(self.expert_ids),
             "experts": self._facts.experts,
         }
+
+
+def _is_one_to_one(t: torch.Tensor) -> bool:
+    """Whether every element of a matrix has its own place: one axis steps over the other's span."""
+    (rows, columns), (down, across) = t.shape, t.stride()
+    if rows < 2:
+        return columns < 2 or across > 0
+    if columns < 2:
+        return down > 0
+    apart = down > (columns - 1) * across or across > (rows - 1) * down
+    return down > 0 and across > 0 and apart
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

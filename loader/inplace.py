@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from loader import memory
+from loader import memory, request
 from loader.checkpoint.model import USUAL_TOP_K
 from loader.converter import (
     ConversionCache,
@@ -77,11 +77,16 @@ def prepare_module(
     observer that raises at ``released`` or ``ready`` is reported, but the module stays prepared:
     the sources are gone.
     """
-    resolved = (policy or Policy()).resolve()
+    module = request.asked_of(torch.nn.Module, "module", module, None)
+    resolved, shard = request.asked_policy(policy), request.asked_shard(shard)
+    workspace = request.asked_or_none(Workspace, "workspace", workspace)
+    num_experts = request.asked_budget("num_experts", num_experts, least=1)
+    layer, observers = request.asked_number("layer", layer), request.asked_observers(observers)
+    card_memory = request.asked_budget("card_memory", card_memory)
     with memory.nothing_kept(on_card=empty_cache and _is_on_card(module)):
         _check_name_is_free(module, layer)
-        found = read_parameters(module, quantization, layer, shard or Shard())
-        facts = _decide(found, layer, shard or Shard(), resolved, num_experts)
+        found = read_parameters(module, quantization, layer, shard)
+        facts = _decide(found, layer, shard, resolved, num_experts)
         work = _InPlace(module, found, facts, observers, empty_cache)
         del found
         work.require_fit(workspace, room_for(work.device, card_memory))
@@ -117,14 +122,15 @@ def _decide(
     implementation = require_implementation(found.device, implementation_for(found.device))
     local = len(found.part.expert_ids)
     experts = num_experts or local * shard.ep_size
-    ids = shard.experts_of(experts)
-    if len(ids) != local:
+    wanted = shard.count_of(experts)  # before the ids: the caller's number sizes nothing yet
+    if wanted != local:
         raise LoaderError(
             "the module does not hold the experts of this shard",
             layer=layer,
-            expected=f"{len(ids)} experts on axis 0, of {experts} in all",
+            expected=f"{wanted} experts on axis 0, of {experts} in all",
             found=local,
         )
+    ids = shard.experts_of(experts)
     require_scales(found.source, implementation)
     spec, _ = layer_spec(found.source, found.part, policy, found.phase)
     router = Router(min(USUAL_TOP_K, experts), experts)

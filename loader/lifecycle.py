@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 
-from loader.errors import LifecycleError
+from loader.errors import LifecycleError, described
 
 STATES = ("planned", "reading", "converting", "prepared", "released", "ready", "failed")
 
@@ -101,7 +101,7 @@ def _tell(observer: Observer, event: LayerEvent) -> None:
         observer(event)
     except Exception as error:
         raise LifecycleError(
-            f"an observer failed at {event.state}: {type(error).__name__}: {error}",
+            f"an observer failed at {event.state}: {described(error)}",
             layer=event.layer,
             expected="an observer that returns",
             found=_name_of(observer),

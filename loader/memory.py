@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from types import TracebackType
 
 import psutil
@@ -223,11 +224,18 @@ def host_memory() -> HostMemory:
     if sys.platform != "linux":
         return HostMemory(int(psutil.Process().memory_info().rss), 0)
     kib = {"RssAnon:": 0, "RssShmem:": 0, "RssFile:": 0}
-    with open("/proc/self/status", "rb") as status:
-        for line in status:
-            name = line.split(None, 1)[0].decode()
-            if name in kib:
-                kib[name] = int(line.split()[1])
+    try:
+        lines = Path("/proc/self/status").read_bytes().splitlines()
+    except OSError as error:  # no descriptor is left, or no /proc is mounted
+        raise LoaderError(
+            "the memory of the process cannot be counted",
+            file="/proc/self/status",
+            found=error.strerror,
+        ) from error
+    for line in lines:
+        name = line.split(None, 1)[0].decode()
+        if name in kib:
+            kib[name] = int(line.split()[1])
     return HostMemory((kib["RssAnon:"] + kib["RssShmem:"]) << 10, kib["RssFile:"] << 10)
 
 

@@ -25,6 +25,7 @@ from loader.library import WHY_NO_LIBRARY
 from loader.reference import TEMPORARY_BYTES, convert, routes
 from loader.reference import linear as reference_linear
 from loader.reference.findings import FIELDS
+from loader.turn import turn_on
 
 _LOG = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ def _moe(
     routes: list[int],
 ) -> None:
     # Inference only: the reference must not record what the native core cannot.
-    with torch.no_grad():
+    with torch.no_grad(), turn_on(x.device):
         serve = _serving(x.device).moe
         serve(out, scratch, x, topk_ids, topk_weights, expert_map, banks, spec, routes)
 
@@ -240,7 +241,7 @@ def _linear(
             expected="a linear that is dequantized",
             found=implementation.name,
         )
-    with torch.no_grad():
+    with torch.no_grad(), turn_on(x.device):
         serve(out, scratch, x, bias, banks, spec, routes)
 
 

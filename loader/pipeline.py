@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from loader import memory
-from loader.checkpoint.family import FAMILIES, Family
+from loader import memory, request
+from loader.checkpoint.family import Family
 from loader.checkpoint.folder import open_checkpoint
 from loader.checkpoint.hub import HubSource, located
 from loader.checkpoint.source import Source
@@ -108,8 +108,8 @@ def load_with(
     """:func:`load`, as one of several ranks: they agree on the plan before payload is read."""
     began = time.perf_counter()
     baseline = memory.host_baseline()
-    resolved = (policy or Policy()).resolve()
-    families = FAMILIES if family is None else (family, *FAMILIES)
+    resolved, families = request.asked_policy(policy), request.asked_families(family)
+    observers = request.asked_observers(observers)
     # What an error would keep alive lives in the frames below this one, which are cleared.
     with (
         memory.nothing_kept(on_card=str(device).startswith("cuda")),
@@ -120,12 +120,12 @@ def load_with(
         def planned() -> Plan:
             return plan_checkpoint(
                 open_checkpoint(opened, families),
-                shard=shard or Shard(),
+                shard=request.asked_shard(shard),
                 policy=resolved,
-                layers=layers,
+                layers=request.asked_layers(layers),
                 device=device,
-                staging_bytes=staging_bytes,
-                card_memory=card_memory,
+                staging_bytes=request.asked_number("staging_bytes", staging_bytes),
+                card_memory=request.asked_budget("card_memory", card_memory),
             )
 
         return load_plan(planned(), observers, baseline, began, peers)

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from loader import memory
+from loader import memory, request
 from loader.checkpoint.catalog import NOT_EXPERT, REASONS
-from loader.checkpoint.family import FAMILIES, Family, layer_of
+from loader.checkpoint.family import Family, layer_of
 from loader.checkpoint.folder import Checkpoint, open_checkpoint
 from loader.checkpoint.hub import located
 from loader.checkpoint.source import Source
@@ -269,7 +269,7 @@ def plan(
     """
     (one,) = plan_cards(
         source,
-        [shard or Shard()],
+        [request.asked_shard(shard)],
         policy,
         layers,
         device=device,
@@ -294,15 +294,15 @@ def plan_cards(
     revision: str | None = None,
 ) -> list[Plan]:
     """Plan the load of several cards; the headers are read once. See :func:`plan`."""
-    resolved = (policy or Policy()).resolve()
-    families = FAMILIES if family is None else (family, *FAMILIES)
-    chosen = None if layers is None else list(layers)
+    resolved, families = request.asked_policy(policy), request.asked_families(family)
+    chosen, budget = request.asked_layers(layers), request.asked_budget("card_memory", card_memory)
+    staging_bytes = request.asked_number("staging_bytes", staging_bytes)
     with memory.nothing_kept(), memory.uncollected(), located(source, revision) as opened:
         checkpoint = open_checkpoint(opened, families)
         plans: list[Plan] = []
         for shard in shards:
             # What was free before the first plan: our own tables are no part of the question.
-            card = plans[0].room if plans else card_memory
+            card = plans[0].room if plans else budget
             plans.append(
                 plan_checkpoint(checkpoint, shard, resolved, chosen, device, staging_bytes, card)
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from types import NoneType
 from typing import Any
 
 from loader.errors import PolicyError
@@ -16,6 +17,9 @@ SWITCHES = ("auto", "on", "off")
 LAYOUTS = ("wide", "record", "compact")
 ROUNDINGS = ("exact", "fused_bias")
 NONFINITE = ("error", "warn")
+
+MOST_TOKENS = (1 << 31) - 1
+"""Largest ``grouped_max_tokens``: scratch for so many tokens is still a number of 64 bits."""
 
 #: Environment variable of each switch.
 ENVIRONMENT = {
@@ -58,18 +62,19 @@ class Policy:
             ("nonfinite", NONFINITE),
         ):
             value = getattr(self, name)
-            if value not in allowed:
+            # An array compares element by element: what is no text is none of the words.
+            if not isinstance(value, (str, NoneType)) or value not in allowed:
                 raise PolicyError(
                     f"Policy.{name} is not valid",
                     expected=" or ".join(repr(option) for option in allowed),
                     found=repr(value),
                 )
         limit = self.grouped_max_tokens
-        whole = isinstance(limit, int) and limit >= 2
-        if not (limit is None or limit == "measure" or whole):
+        whole = isinstance(limit, int) and 2 <= limit <= MOST_TOKENS
+        if not (limit is None or whole or (isinstance(limit, str) and limit == "measure")):
             raise PolicyError(
                 "Policy.grouped_max_tokens is not valid",
-                expected="None, 'measure' or a whole number of at least 2",
+                expected=f"None, 'measure' or a whole number of at least 2, at most {MOST_TOKENS}",
                 found=repr(limit),
             )
 

@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from loader.card import CardMemory, CardPeak, nvml_used
+from loader.errors import LoaderError
 from loader.render import load_text, overhead_text
 from loader.route import RouteRange
 from loader.table import human_bytes
@@ -171,17 +173,44 @@ class LoadReport:
 
 
 def write_json(value: object, path: str | os.PathLike[str]) -> None:
-    """Write a report as indented JSON: the whole file, or none where writing fails."""
-    path = Path(path)
-    if not _replaceable(path):
-        path.write_text(json.dumps(value, indent=2) + "\n")
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a report as indented JSON: the whole file, or none where writing fails.
+
+    Raises :class:`LoaderError`, which names the file.
+    """
+    check_target(path)
+    path, text = Path(path), json.dumps(value, indent=2) + "\n"
     try:
-        partial.write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        if not _replaceable(path):
+            path.write_text(text)
+            return
+        # A name may be 255 bytes long, and this one is longer by a few.
+        partial = path.with_name(f".{path.name[:40]}.{os.getpid()}.{get_ident()}")
+        try:
+            partial.write_text(text)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise _not_written(path, error) from error
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Refuse what is no name of a file in a folder, before there is anything to write."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise _not_written(path, "no name of a file")
+    if not os.path.isdir(Path(path).absolute().parent):
+        raise _not_written(path, "a name in no folder")
+    if os.path.isdir(path):
+        raise _not_written(path, "a folder")
+
+
+def _not_written(path: object, found: object) -> LoaderError:
+    return LoaderError(
+        "the report cannot be written",
+        file=repr(path) if isinstance(path, str) and not path else str(path),
+        expected="a file that can be written",
+        found=found,
+    )
 
 
 def _replaceable(path: Path) -> bool:

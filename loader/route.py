@@ -110,7 +110,7 @@ def known_device(device: str | torch.device) -> torch.device:
     """
     try:
         known = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: nothing that could name one
         raise UnsupportedError(
             "no such device", expected="cpu, cuda or cuda:N", found=repr(device)
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import index
 from typing import Any
 
@@ -11,6 +12,9 @@ from loader.errors import ShardError
 
 #: A cut of the intermediate axis must fall on a multiple of this many features (docs/bank.md).
 PHASE_MULTIPLE = 16
+
+_MOST_EXPERTS = 1 << 20
+"""Ids that a choice may name: a slip must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,17 @@ class Shard:
                 expected="ep_size=1",
                 found=f"ep_size={self.ep_size}",
             )
-        ids = tuple(_whole("expert_ids", expert) for expert in self.expert_ids)
+        try:
+            given = list(islice(self.expert_ids, _MOST_EXPERTS + 1))
+        except TypeError:
+            raise ShardError(
+                "expert_ids is not valid", expected="ids", found=repr(self.expert_ids)
+            ) from None
+        if len(given) > _MOST_EXPERTS:
+            raise ShardError(
+                "expert_ids is not a choice of experts", expected=f"at most {_MOST_EXPERTS} ids"
+            )
+        ids = tuple(_whole("expert_ids", expert) for expert in given)
         object.__setattr__(self, "expert_ids", ids)
         if not ids or len(set(ids)) != len(ids):
             raise ShardError(
@@ -79,7 +93,14 @@ class Shard:
             )
         base, more = divmod(experts, self.ep_size)
         first = self.ep_rank * base + min(self.ep_rank, more)
-        return tuple(range(first, first + base + (self.ep_rank < more)))
+        return tuple(range(first, first + self.count_of(experts)))
+
+    def count_of(self, experts: int) -> int:
+        """How many of ``experts`` this card holds."""
+        if self.expert_ids is not None:
+            return len(self.expert_ids)
+        base, more = divmod(experts, self.ep_size)
+        return base + (self.ep_rank < more)
 
     def slice_of(self, intermediate: int, group: int, layer: int | None = None) -> tuple[int, int]:
         """First feature and feature count of this card's slice of the intermediate size.

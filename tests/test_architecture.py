@@ -19,10 +19,10 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 #: Data flows down this list, and so do imports: a module imports only from modules above it.
 LAYERS = (
-    "errors rollback policy shard table library",
+    "errors rollback policy shard table library turn",
     "checkpoint",
     "checkpoint.wording checkpoint.model checkpoint.wildcard checkpoint.scheme checkpoint.scan",
-    "checkpoint.family",
+    "checkpoint.family request",
     "checkpoint.entries checkpoint.header checkpoint.disk checkpoint.open_file checkpoint.source",
     "checkpoint.json_file checkpoint.weight_map checkpoint.index",
     "checkpoint.hub_client checkpoint.hub",
@@ -49,8 +49,8 @@ LAYERS = (
     "integrations.vllm.linear_method integrations.vllm.quantization integrations.vllm.linears",
     "integrations.vllm.weights integrations.vllm.filling integrations.vllm.model_loader",
     "integrations.vllm",
-    "verify.layer verify.raw verify.naming verify.config verify.decode verify.slice",
-    "verify.report verify.sample verify.forward verify.run verify",
+    "verify.layer verify.raw_file verify.raw verify.naming verify.config verify.decode",
+    "verify.slice verify.report verify.sample verify.forward verify.run verify",
     "testing.encode testing.container testing.family testing.dialect testing.spec testing.values",
     "testing.model testing.config testing.payload testing.checkpoint",
     "testing.call testing.result testing.stubs testing.difference testing.watch testing.recorder",

@@ -10,6 +10,7 @@ import torch
 import loader
 from loader import Policy, Shard
 from loader.bench import REPEATS, Step, bench_dict, bench_steps, bench_text, route_of
+from loader.errors import CapacityError
 from loader.testing.checkpoint import TinyCheckpoint, tiny_checkpoint
 
 
@@ -80,3 +81,17 @@ def test_steps_as_text_and_as_values() -> None:
         "implementation": "reference",
         "seconds": 0.0012345,
     }
+
+
+def test_activations_that_fit_nowhere_are_an_error_of_ours(
+    checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = loader.load(checkpoint.folder)
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise MemoryError("no more")
+
+    # Not in earnest: after a failed malloc, glibc's heap is another one, and is not trimmed alike.
+    monkeypatch.setattr(torch, "randn", full)
+    with pytest.raises(CapacityError, match="activations of 2147483647 tokens"):
+        bench_steps(experts, [(1 << 31) - 1], 2, torch.float32)

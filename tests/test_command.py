@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -279,3 +281,14 @@ def test_the_bar_is_drawn_on_stderr_of_a_terminal_only(
     shown = capsys.readouterr()
     assert "layer" in shown.err and "━" in shown.err and "━" not in shown.out
     assert bars[0].completed == bars[0].total > 0
+
+
+def test_it_starts_without_docstrings_and_with_a_closed_stderr(folder: str) -> None:
+    """``python -OO`` strips docstrings; without a stderr an error must not go to stdout."""
+    run = [sys.executable, "-OO", "-c", "import sys; from loader.command import main"]
+    run[-1] += "; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([*run, "plan", folder], capture_output=True, check=True)
+    assert b"qpn_m1" in done.stdout and not done.stderr
+    shell = ["sh", "-c", '"$@" 2>&-', "sh", *run, "plan", folder + "/none"]
+    failed = subprocess.run(shell, stdout=subprocess.PIPE, check=False)
+    assert failed.returncode == 1 and not failed.stdout

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.command import count, layer_list, main, size, token_list
+from loader.command import count, crossover, layer_list, main, seed, size, token_list
 
 COMMANDS = ("inspect", "plan", "load", "verify", "bench")
 
@@ -76,12 +76,16 @@ def test_what_is_no_token_list(text: str) -> None:
 @settings(deadline=None)
 @given(st.text(max_size=12))
 def test_arguments_of_any_text_are_taken_or_refused(text: str) -> None:
-    for parse in (size, count, layer_list, token_list):
+    for parse in (size, count, layer_list, token_list, seed, crossover):
         try:
             value = parse(text)
-        except argparse.ArgumentTypeError:
+        except (argparse.ArgumentTypeError, ValueError):  # argparse takes both for a wrong call
             continue
         assert value == 0 or value
+
+
+def test_a_crossover_is_a_number_or_asks_for_a_measurement() -> None:
+    assert crossover("measure") == "measure" and crossover("16") == 16 and seed("0") == 0
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,18 @@ def test_arguments_of_any_text_are_taken_or_refused(text: str) -> None:
         ["load", "x", "--nonfinite", "ignore"],
         ["load", "x", "--grouped-max-tokens", "1"],
         ["load", "x", "--json", "/there/is/no/such/folder/file.json"],
+        ["load", "x", "--json", ""],
+        ["load", "x", "--json", "/"],
+        ["plan", "x", "--tp", "99999999999999999999"],
+        ["plan", "x", "--tp", "2147483647"],
+        ["plan", "x", "--tp", "60000", "--ep", "60000"],
+        ["load", "x", "--grouped-max-tokens", "999999999999"],
+        ["load", "x", "--grouped-max-tokens", "measured"],
         ["verify", "x", "--samples", "0"],
+        ["verify", "x", "--samples", "9" * 20],
+        ["verify", "x", "--seed", "-1"],
+        ["verify", "x", "--seed", "one"],
+        ["bench", "x", "--tokens", "9" * 20],
         ["bench", "x", "--tokens", "1,0"],
         ["bench", "x", "--dtype", "int8"],
         ["inspect", "x", "--tp", "2"],

@@ -17,6 +17,7 @@ from loader.errors import (
     ShardError,
     UnsupportedError,
     clear_frames,
+    described,
 )
 
 SUBCLASSES = (
@@ -114,3 +115,12 @@ def test_a_circle_of_causes_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     clear_frames(first)
+
+
+def test_an_error_is_described_also_where_it_cannot_be_shown() -> None:
+    class Unsayable(Exception):
+        def __str__(self) -> str:
+            raise RecursionError
+
+    assert described(KeyError("x")) == "KeyError: 'x'"
+    assert described(Unsayable()) == "Unsayable, whose message is a RecursionError itself"

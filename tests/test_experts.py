@@ -168,6 +168,39 @@ def test_inputs_that_do_not_match_are_refused(awq: PreparedExperts) -> None:
     assert refused(awq, x[:, :96], ids, router).endswith("expected (T, 128), found (3, 96)")
 
 
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|[Ss]parse).*")
+def test_inputs_that_are_no_dense_tensors_are_refused(awq: PreparedExperts) -> None:
+    x, (ids, router) = activations(3, 128, torch.float32), routing(3, 4, 2)
+    inputs = {"hidden_states": x, "topk_ids": ids, "topk_weights": router}
+    for name, tensor in inputs.items():
+        for other, found in (
+            (None, "NoneType"),
+            (tensor.tolist(), "list"),
+            (tensor.to_sparse(), "torch.sparse_coo"),
+            (tensor.to_sparse_csr(), "torch.sparse_csr"),
+            (torch.nested.nested_tensor([tensor[0], tensor[1]]), "nested"),
+        ):
+            message = refused(awq, *{**inputs, name: other}.values())
+            assert message.startswith(f"{name} does not match the layer: expected a ")
+            assert message.endswith(f"found {found}")
+    for other in (x.to_sparse(), "out"):
+        assert refused(awq, x, ids, router, out=other).startswith("out does not match the layer")
+
+
+def test_router_weights_of_every_float_dtype_are_taken(module: PreparedExperts) -> None:
+    exact = torch.tensor([[0.5, 2.0]])  # every float format holds them
+    for tokens in (1, 3, 12):
+        x = activations(tokens, module.hidden_size, torch.bfloat16)
+        ids, _ = routing(tokens, 4, 2)
+        wanted = module(x, ids, exact.expand(tokens, 2))
+        for dtype in [d for d in vars(torch).values() if isinstance(d, torch.dtype)]:
+            if dtype.is_floating_point and dtype.itemsize > 1 or "float8" in str(dtype):
+                router = exact.to(dtype).expand(tokens, 2)
+                assert torch.equal(module(x, ids, router), wanted), dtype
+    packed = torch.zeros(1, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert "a floating dtype" in refused(module, x[:1], ids[:1], packed)
+
+
 def test_out_that_does_not_match_is_refused(awq: PreparedExperts) -> None:
     x, (ids, router) = activations(3, 128, torch.float32), routing(3, 4, 2)
     memory = torch.zeros(4, 128)
@@ -187,6 +220,36 @@ def test_out_that_does_not_match_is_refused(awq: PreparedExperts) -> None:
         assert refused(awq, *inputs, out=out).startswith("out does not match the layer")
         assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
     awq(shared[:1], ids[:1], router[:1], out=memory[3:])  # neighbours do not overlap
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 1), (2, 1), (127, 1), (1, 0), (1, 2), (64, 2)])
+def test_out_whose_elements_share_a_place_is_refused(
+    awq: PreparedExperts, strides: tuple[int, int]
+) -> None:
+    x, (ids, router) = activations(3, 128, torch.float32), routing(3, 4, 2)
+    out = torch.zeros(1024).as_strided((3, 128), strides)
+    assert "a place for every number" in refused(awq, x, ids, router, out=out)
+    wanted = awq(x, ids, router)
+    for apart in ((128, 1), (200, 1), (1, 3), (256, 2), (1, 7)):
+        out = torch.zeros(1024).as_strided((3, 128), apart)
+        assert torch.equal(awq(x, ids, router, out=out), wanted)
+    one = torch.zeros(1, 128).as_strided((1, 128), (0, 1))  # a single row: its stride says nothing
+    assert torch.equal(awq(x[:1], ids[:1], router[:1], out=one), awq(x[:1], ids[:1], router[:1]))
+
+
+def test_out_over_banks_or_workspace_is_refused(module: PreparedExperts) -> None:
+    wanted, before = call(module), snapshot(module)
+    x = activations(1, module.hidden_size, torch.bfloat16)
+    ids, router = routing(1, 4, 2)
+    tried = 0
+    for own in (*module.banks(), *module.workspace.tensors()):
+        bytes_of = own.view(torch.uint8).flatten()
+        if len(bytes_of) >= 2 * x.numel():
+            out = bytes_of[: 2 * x.numel()].view(torch.bfloat16).view(x.shape)
+            assert "banks and workspace" in refused(module, x, ids, router, out=out)
+            tried += 1
+    assert tried >= 3
+    assert snapshot(module) == before and torch.equal(call(module), wanted)
 
 
 def test_dequantize_of_an_absent_expert_names_the_range(tmp_path: Path) -> None:

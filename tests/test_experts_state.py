@@ -106,10 +106,39 @@ def test_assign_would_move_the_banks(awq: PreparedExperts) -> None:
     assert snapshot(awq) == before
 
 
+def test_a_bank_that_is_no_tensor_is_named_for_what_it_is(awq: PreparedExperts) -> None:
+    state = {**state_of(awq), "w2_weight": [1, 2]}
+    with pytest.raises(RuntimeError, match="w2_weight: expected a tensor, found list"):
+        awq.load_state_dict(state)
+
+
+def test_banks_are_neither_assigned_nor_removed(module: PreparedExperts) -> None:
+    wanted, before = call(module), snapshot(module)
+    for name, bank in list(module.named_buffers()):
+        for broken in (
+            torch.zeros_like(bank),
+            torch.zeros(3),
+            None,
+            torch.nn.Parameter(bank.float()),
+        ):
+            with pytest.raises(LifecycleError, match=f"{name} is a bank and stays where it is"):
+                setattr(module, name, broken)
+        with pytest.raises(LifecycleError, match=f"found a removal of {name}"):
+            delattr(module, name)
+    assert snapshot(module) == before and torch.equal(call(module), wanted)
+    module.note = "other attributes are the owner's"
+    del module.note
+
+
 def test_unknown_keys_are_errors(awq: PreparedExperts) -> None:
     state = {**state_of(awq), "w3_weight": torch.zeros(1)}
-    with pytest.raises(RuntimeError, match="w3_weight"):
+    for tensor in state.values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    before = snapshot(awq)
+    with pytest.raises(RuntimeError, match="refuse the state: unknown: w3_weight"):
         awq.load_state_dict(state)
+    assert snapshot(awq) == before
     assert awq.load_state_dict(state, strict=False).unexpected_keys == ["w3_weight"]
 
 

@@ -258,3 +258,16 @@ def test_an_observer_that_raises_fails_the_conversion_in_place(
     assert allocations.alive() == 0
     assert not list(module.children())
     loader.prepare_module(module, quantization=quantization_of(made))
+
+
+class Unsayable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_without_words_fails_the_load_as_any_other(tmp_path: Path) -> None:
+    made = checkpoint(tmp_path, "awq-gemm", layers=1)
+    raiser = Raiser("converting", error=Unsayable())
+    with pytest.raises(LifecycleError, match="Unsayable, whose message is a ValueError itself"):
+        loader.load(made.folder, observers=[raiser])
+    assert raiser.states(0)[-1] == "failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import resource
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import loader
 from loader import memory
+from loader.errors import LoaderError
 from loader.table import human_bytes
 from loader.testing.checkpoint import tiny_checkpoint
 
@@ -109,3 +111,15 @@ def test_what_others_give_back_meanwhile_is_spoken_of(folder: Path) -> None:
     report = loader.load(folder, observers=[lambda event: held.clear()]).report
     assert -report.memory.overhead > 32 * MIB
     assert f"at least {human_bytes(-report.memory.overhead)} from before" in report.memory_line()
+
+
+def test_counters_that_cannot_be_read_are_an_error_of_ours(folder: Path) -> None:
+    """Without a free descriptor, ``/proc`` cannot be opened either."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(LoaderError, match="cannot be counted; file /proc/self/status"):
+            loader.load(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert loader.load(folder)

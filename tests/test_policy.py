@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from load_fakes import module_of, quantization_of
@@ -56,9 +57,9 @@ GOOD: dict[str, tuple[Any, ...]] = {
 }
 BAD: dict[str, tuple[Any, ...]] = {
     **{switch: ("", "AUTO", "1", "0", 1, True, None, "yes", " on") for switch in VARIABLES},
-    "layout": ("", "Wide", "plain", "auto", 3, False),
+    "layout": ("", "Wide", "plain", "auto", 3, False, np.ones(2)),
     "awq_rounding": ("", "fused", None, 1),
-    "grouped_max_tokens": (1, 0, -3, "8", 2.0, True, "auto", ""),
+    "grouped_max_tokens": (1, 0, -3, "8", 2.0, True, "auto", "", 1 << 31, 1 << 70, np.ones(2)),
     "nonfinite": ("", "ignore", None, True),
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 import loader
 from loader import Shard
+from loader.errors import LoaderError
 from loader.report import LayerMeasured, LoadReport, MemoryMeasured, write_json
 from loader.testing.checkpoint import tiny_checkpoint
 from loader.testing.container import edit_tensor
@@ -162,3 +163,22 @@ def test_a_report_goes_to_what_cannot_be_replaced_as_it_is(tmp_path: Path) -> No
     assert link.is_symlink() and json.loads(target.read_text()) == [1]
     write_json([2], "/dev/null")
     assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("name", ["", None, 5, "there/is/none/x.json", ".", "/dev/full", "a\0b"])
+def test_a_report_that_cannot_be_written_is_an_error_of_ours_with_its_name(
+    name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoaderError, match="the report cannot be written; file ") as caught:
+        write_json({"a": 1}, name)
+    assert caught.value.file == (str(name) or "''") and caught.value.found
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_may_have_as_long_a_name_as_any_file(tmp_path: Path) -> None:
+    for name in ("x" * 250 + ".json", "é" * 125 + ".json"):
+        write_json([1], tmp_path / name)
+        assert json.loads((tmp_path / name).read_text()) == [1]
+    with pytest.raises(LoaderError, match="File name too long"):
+        write_json([1], tmp_path / ("x" * 256))

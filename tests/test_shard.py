@@ -169,3 +169,18 @@ def test_a_shard_as_it_is_reported() -> None:
         "expert_ids": None,
     }
     assert Shard(expert_ids=(2, 0)).to_dict()["expert_ids"] == [2, 0]
+
+
+@pytest.mark.parametrize("ids", [5, None.__class__, 1.5])
+def test_what_is_no_choice_of_experts_is_refused(ids: Any) -> None:
+    with pytest.raises(ShardError, match="expert_ids is not valid; expected ids"):
+        Shard(expert_ids=ids)
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 7))
+def test_the_count_is_that_of_the_ids(size: int) -> None:
+    for experts in (7, 8, 21):
+        for rank in range(size):
+            shard = Shard(ep_rank=rank, ep_size=size)
+            assert shard.count_of(experts) == len(shard.experts_of(experts))
+    assert Shard(expert_ids=[3, 1]).count_of(1 << 70) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from verify_fakes import (
     swap_gate_and_up,
 )
 
-from loader.errors import CheckpointError, PolicyError
+from loader.errors import CheckpointError, LoaderError, PolicyError
 from loader.verify import VerifyReport, verify
 from loader.verify.layer import PROJECTIONS, Projection
 
@@ -201,3 +202,69 @@ def test_routes_label_the_calls() -> None:
         fakes(AWQ), FIXTURES / AWQ, route_of=lambda layer, tokens: f"r{tokens}"
     )
     assert {case.route for case in report.forward_worst} <= {"r1", "r2", "r9"}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to nothing"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "hf_quant_config.json"]
+)
+def test_what_is_no_file_is_neither_waited_for_nor_passed_over(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    folder = copied(AWQ, tmp_path)
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to("nowhere")
+    with pytest.raises(CheckpointError) as caught:
+        verify(fakes(AWQ), folder, 8)
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [None, 5, b"x", "", []])
+def test_what_is_no_folder_is_refused(source: object) -> None:
+    with pytest.raises(CheckpointError, match="source is not valid; expected a local folder"):
+        verify(fakes(AWQ), source)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    folder, layers = FIXTURES / AWQ, fakes(AWQ)
+    for samples in (0, -1, 1.5, "8", None, [8]):
+        with pytest.raises(PolicyError, match="samples is not valid; expected a whole number of 1"):
+            verify(layers, folder, samples)  # type: ignore[arg-type]  # wrong on purpose
+    for seed in (-1, 1.5, "8", None):
+        with pytest.raises(PolicyError, match="seed is not valid; expected a whole number of 0"):
+            verify(layers, folder, 8, seed)  # type: ignore[arg-type]  # wrong on purpose
+    for experts in (None, 5, [layers[0]]):
+        with pytest.raises(LoaderError, match="experts is not valid; expected a mapping of layers"):
+            verify(experts, folder)  # type: ignore[arg-type]  # wrong on purpose
+    for layer in (None, torch.nn.Linear(2, 2), 5):
+        with pytest.raises(LoaderError, match="layer 3 is not valid; expected prepared experts"):
+            verify({3: layer}, folder)  # type: ignore[dict-item]  # wrong on purpose
+    assert verify(layers, folder, np.int64(8), np.uint8(1)).ok  # type: ignore[arg-type]
+
+
+def test_a_config_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    folder = copied(AWQ, tmp_path)
+    (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(CheckpointError, match="a JSON file cannot be read"):
+        verify(fakes(AWQ), folder)
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_file_that_is_cut_during_the_check_is_refused(size: int, tmp_path: Path) -> None:
+    """A mapped file would end the process here."""
+    folder, layers = copied(AWQ, tmp_path), fakes(AWQ)
+    dequantize = layers[0].dequantize
+
+    def cut(expert: int) -> dict[str, torch.Tensor]:
+        os.truncate(folder / "model.safetensors", size)
+        return dequantize(expert)
+
+    layers[0].dequantize = cut  # type: ignore[method-assign]  # the check calls it between reads
+    with pytest.raises(CheckpointError, match="a file can no longer be read") as caught:
+        verify(layers, folder, 512)
+    assert str(folder / "model.safetensors") in str(caught.value) and caught.value.tensor

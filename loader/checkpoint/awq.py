@@ -75,7 +75,10 @@ def read_awq(quantization: Mapping[str, Any]) -> AwqDialect:
     zero_point = quantization.get("zero_point", True)
     if not isinstance(zero_point, bool):
         raise CheckpointError(
-            "zero_point is not true or false", file=CONFIG, expected="a boolean", found=zero_point
+            "zero_point is not true or false",
+            file=CONFIG,
+            expected="a boolean",
+            found=repr(zero_point),
         )
     parts = dict(AWQ_PARTS)
     parts["qzeros"] = replace(parts["qzeros"], required=zero_point)

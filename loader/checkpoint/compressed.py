@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from types import NoneType
 from typing import Any
 
 from loader.checkpoint.model import CONFIG
@@ -47,10 +48,17 @@ class CompressedDialect:
 
     groups: tuple[tuple[Names, Scheme | Unhandled], ...]
     ignore: Names
+    transforms: tuple[tuple[Names, Names], ...] = ()
+    """Targets, and exceptions, of what happens to activations at run time."""
     name: str = "compressed-tensors"
 
     def scheme(self, module: str) -> Scheme | Unhandled:
         """The group whose targets name the module, else the one that targets every Linear."""
+        for targets, but in self.transforms:
+            if (targets.match(module) or _ANY_LINEAR in targets.exact) and not but.match(module):
+                return Unhandled(
+                    "weights that need their activations transformed (transform_config)"
+                )
         for targets, scheme in self.groups:
             if targets.match(module):
                 return scheme
@@ -65,7 +73,7 @@ class CompressedDialect:
 
     @cached_property
     def _numbered(self) -> Numbered:
-        lists = (self.ignore, *(targets for targets, _ in self.groups))
+        lists = (self.ignore, *(targets for targets, _ in self.groups), *chain(*self.transforms))
         return Numbered.of(chain(*(names.loosened for names in lists)))
 
     def tells_apart(self, module: str) -> bool:
@@ -122,7 +130,43 @@ def read_compressed(quantization: Mapping[str, Any]) -> CompressedDialect:
                 f"config group {name} is not an object", file=CONFIG, found=repr(group)[:80]
             )
         read.append((_names("targets", group.get("targets")), _scheme(group, top)))
-    return CompressedDialect(tuple(read), _names("ignore", quantization.get("ignore")))
+    ignore = _names("ignore", quantization.get("ignore"))
+    transforms = _transforms(quantization.get("transform_config"))
+    return CompressedDialect(tuple(read), ignore, transforms)
+
+
+def _transforms(config: object) -> tuple[tuple[Names, Names], ...]:
+    """Transforms of inputs and outputs; those of weights alone are in the numbers already.
+
+    Left out of the forward step they would give wrong results without a word.
+    """
+    if not config:
+        return ()
+    found = []
+    for scheme in _object(_object(config).get("config_groups") or {}).values():
+        for one in map(_object, _list(_object(scheme).get("apply"))):
+            if one.get("location") in ("input", "output"):
+                given = [(key, one.get(key)) for key in ("targets", "ignore")]
+                names = [_names(k, [v] if isinstance(v, str) else v) for k, v in given]
+                found.append((names[0], names[1]))
+    return tuple(found)
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _no_transform("objects", value)
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise _no_transform("a list under apply", value)
+    return value
+
+
+def _no_transform(expected: str, found: object) -> CheckpointError:
+    what = "transform_config of quantization_config is not valid"
+    return CheckpointError(what, file=CONFIG, expected=expected, found=repr(found)[:80])
 
 
 def _scheme(group: Mapping[str, Any], top_format: object) -> Scheme | Unhandled:
@@ -153,7 +197,15 @@ def _int4(weights: Mapping[str, Any]) -> Scheme | Unhandled:
     whole_row = weights.get("strategy") == "channel"
     size = -1 if whole_row else weights.get("group_size")
     group = IntegerSettings(4, size, CONFIG).checked_group()
-    symmetric = weights.get("symmetric", True) is not False
+    symmetric = weights.get("symmetric")
+    if not isinstance(symmetric, (bool, NoneType)):
+        raise CheckpointError(
+            "symmetric is not true or false",
+            file=CONFIG,
+            expected="a boolean",
+            found=repr(symmetric),
+        )
+    symmetric = symmetric is not False
     parts = dict(INT4_PACK_PARTS)
     parts["weight_zero_point"] = replace(parts["weight_zero_point"], required=not symmetric)
     return Scheme("pack-quantized", "int4", group, parts, "eight" if symmetric else "stored")

@@ -9,6 +9,7 @@ from pathlib import Path
 from loader.checkpoint.wording import shown
 from loader.errors import CheckpointError
 
+_PART_SUFFIXES = (".safetensors", ".json")
 _SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 
@@ -29,6 +30,9 @@ def hub_blobs(root: Path) -> list[str]:
 def regular_files(folder: str, prefix: str, depth: int) -> Iterator[str]:
     """Names of the files below ``folder``, ``depth`` folders deep, each behind ``prefix``.
 
+    What is named like a part of a checkpoint and is no file (a link to nothing, a pipe, a folder)
+    is among them: opening it says so, where leaving it out would let another file take its place.
+
     Raises CheckpointError where ``folder`` itself cannot be listed.
     """
     try:
@@ -40,10 +44,21 @@ def regular_files(folder: str, prefix: str, depth: int) -> Iterator[str]:
             "folder cannot be listed", file=shown(folder), found=error.strerror
         ) from error
     for entry in entries:
-        if os.path.isfile(entry.path):  # False, not an error, for a broken or circular link
+        # False, not an error, for a broken or circular link.
+        if os.path.isfile(entry.path) or entry.name.endswith(_PART_SUFFIXES):
             yield prefix + entry.name
         elif depth and entry.is_dir(follow_symlinks=False):
             yield from regular_files(entry.path, f"{prefix}{entry.name}/", depth - 1)
+
+
+def stat_of(descriptor: int, file: str) -> os.stat_result:
+    """What an open file is now. Raises CheckpointError."""
+    try:
+        return os.fstat(descriptor)
+    except OSError as error:  # such as a descriptor that someone else has closed
+        raise CheckpointError(
+            "file cannot be looked at", file=shown(file), found=error.strerror
+        ) from error
 
 
 def read_at(descriptor: int, view: memoryview, offset: int, file: str) -> int:

@@ -44,6 +44,16 @@ class Family:
     projections: Mapping[str, str]
 
     def __post_init__(self) -> None:
+        if not (
+            isinstance(self.pattern, str)
+            and isinstance(self.projections, Mapping)
+            and set(map(type, self.projections.values())) <= {str}
+        ):
+            raise LoaderError(
+                f"family {self.name} is not valid",
+                expected="a pattern, and a mapping of projections to names",
+                found=f"{self.pattern!r} and {self.projections!r}",
+            )
         wanted = {"gate", "up", "down"} if "{expert}" in self.pattern else {"gate_up", "down"}
         if set(self.projections) != wanted or len(set(self.projections.values())) != len(wanted):
             raise LoaderError(

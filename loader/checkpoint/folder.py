@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,12 @@ def read_dialect(
     """The dialect that the configs declare; None where nothing is quantized."""
     if quantization is None and quant_file is None:
         return None
+    if not isinstance(quantization, (Mapping, NoneType)):
+        raise CheckpointError(
+            "the quantization config is not an object",
+            expected="the checkpoint's quantization_config",
+            found=repr(quantization),
+        )
     method = "modelopt" if quantization is None else quantization.get("quant_method")
     if method is None and quantization is not None and "quant_algo" in quantization:
         method = "modelopt"

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 
 from loader.checkpoint.hub_client import (
     HubError,
@@ -46,6 +46,8 @@ def locate(source: str | os.PathLike[str] | Source, revision: str | None = None)
     A local folder wins over a repo id of the same spelling; a path object is always local.
     ``revision`` is a branch, tag or commit of a repo. Raises CheckpointError, HubError.
     """
+    if not isinstance(revision, (str, NoneType)):
+        raise HubError("revision is not valid", expected="a name, or None", found=repr(revision))
     if isinstance(source, str) and not os.path.exists(source) and _REPO_ID.fullmatch(source):
         return open_repo(source, revision)
     if revision is not None:

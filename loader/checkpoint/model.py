@@ -10,6 +10,8 @@ from loader.errors import CheckpointError, UnsupportedError
 
 CONFIG = "config.json"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "moe_hidden_act")
+_LIMITS = ("swiglu_limit", "swiglu_limits")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
 USUAL_TOP_K = 8
 
@@ -37,17 +39,17 @@ def read_model(config: Mapping[str, Any]) -> Model:
     text = config.get("text_config")
     nested: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
 
-    def whole(*names: str) -> int | None:
+    def whole(*names: str, least: int = 0) -> int | None:
         for name in names:
             for place in (nested, config):
                 value = place.get(name)
                 if value is None:
                     continue
-                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                if not isinstance(value, int) or isinstance(value, bool) or value < least:
                     raise CheckpointError(
                         f"config key {name} is not valid",
                         file=CONFIG,
-                        expected="a whole number",
+                        expected="a whole number" + f" of {least} or more" * bool(least),
                         found=repr(value),
                     )
                 return value
@@ -63,23 +65,43 @@ def read_model(config: Mapping[str, Any]) -> Model:
             found=f"model_type {config.get('model_type')!r}",
         )
     activation = nested.get("hidden_act", config.get("hidden_act", "silu"))
-    if activation != "silu":
-        raise UnsupportedError(
-            "the experts' activation is not supported",
-            file=CONFIG,
-            expected="hidden_act 'silu'",
-            found=repr(activation),
-        )
+    _require_silu(nested, config)
     return Model(
         model_type=str(nested.get("model_type", config.get("model_type", ""))),
-        hidden_size=whole("hidden_size"),
-        moe_intermediate_size=whole("moe_intermediate_size"),
+        hidden_size=whole("hidden_size", least=1),
+        moe_intermediate_size=whole("moe_intermediate_size", least=1),
         experts=experts,
         layers=whole("num_hidden_layers"),
         top_k=min(whole(*_TOP_K) or USUAL_TOP_K, experts),
         activation=activation,
         quantization=_quantization(config, nested),
     )
+
+
+def _require_silu(nested: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse another function between W13 and W2 than silu(gate) * up, however it is spelled."""
+    for name in _ACTIVATIONS:
+        for place in (nested, config):
+            if name in place:
+                value = place[name]
+                # Other spellings are null where hidden_act speaks.
+                if value != "silu" and (name == _ACTIVATIONS[0] or value is not None):
+                    raise UnsupportedError(
+                        "the experts' activation is not supported",
+                        file=CONFIG,
+                        expected=f"{name} 'silu'",
+                        found=repr(value),
+                    )
+                break
+    for name in _LIMITS:
+        limits = nested.get(name, config.get(name))
+        if any(one is not None for one in (limits if isinstance(limits, list) else [limits])):
+            raise UnsupportedError(
+                "a limit on gate and up is not supported",
+                file=CONFIG,
+                expected=f"{name} null",
+                found=repr(limits),
+            )
 
 
 def _quantization(config: Mapping[str, Any], nested: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -6,6 +6,7 @@ a use that never came to its end counts no longer, and a descriptor that was los
 
 from __future__ import annotations
 
+import errno
 import io
 import resource
 import threading
@@ -50,7 +51,11 @@ class OpenFile:
 
     def close(self) -> None:
         """Give the descriptor back; may be called again."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            if error.errno != errno.EBADF:  # someone else has closed it: nothing is left to do
+                raise
 
 
 def _is_on(use: Use | None, but: int | None = None) -> bool:

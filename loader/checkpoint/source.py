@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from loader.checkpoint.disk import hub_blobs, read_at, regular_files
+from loader.checkpoint.disk import hub_blobs, read_at, regular_files, stat_of
 from loader.checkpoint.open_file import OpenFile, Use, descriptor_bound
 from loader.checkpoint.wording import shown
-from loader.errors import CheckpointError, LifecycleError, LoaderError
+from loader.errors import CheckpointError, LifecycleError, LoaderError, described
 from loader.rollback import SignalsHeld
 
 LIST_DEPTH = 3  # folders below the checkpoint's own; deeper files can be read but are not listed
@@ -32,6 +32,7 @@ class MissingFileError(CheckpointError):
     """A file that the checkpoint speaks of does not exist."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """A set of files that can be read at an offset. Names are relative and use ``/``.
 
@@ -102,14 +103,20 @@ def _owing(file: str, expected: str) -> Iterator[None]:
             "file cannot be read",
             file=shown(file),
             expected=expected,
-            found=f"{type(error).__name__}: {error}",
+            found=described(error),
         ) from error
 
 
 def open_source(source: str | os.PathLike[str] | Source) -> Source:
     """A Source as it is, or the existing local folder of that name. Raises CheckpointError."""
     if not isinstance(source, (str, os.PathLike)):
-        return source
+        if isinstance(source, Source):
+            return source
+        raise CheckpointError(
+            "source is not valid",
+            expected="a folder, a Hub repo id or a Source",
+            found=repr(source),
+        )
     return LocalSource(source)
 
 
@@ -156,15 +163,18 @@ class LocalSource:
 
         Raises CheckpointError.
         """
-        path = os.fspath(folder)
+        path = os.fsdecode(folder)
         self.name = path if name is None else name
         # An empty name would be the working directory, which nobody means.
-        root = os.path.realpath(folder) if path and "\0" not in path else ""
+        try:
+            root = os.path.realpath(path) if path and "\0" not in path else ""
+        except UnicodeEncodeError:  # half of a surrogate pair: no file has such a name
+            root = ""
         if not os.path.isdir(root):
             exists = bool(root) and os.path.exists(root)
             raise CheckpointError(
                 "source is not a folder" if exists else "no such folder",
-                file=shown(self.name),
+                file=shown(self.name) or "''",
                 expected="the local folder of a checkpoint",
                 found="a file" if exists else "nothing of that name",
             )
@@ -308,7 +318,7 @@ class LocalSource:
         return path
 
     def _check_identity(self, file: str, descriptor: int) -> None:
-        now = os.fstat(descriptor)
+        now = stat_of(descriptor, file)
         identity = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
         first = self._identities.setdefault(file, identity)
         if identity != first:

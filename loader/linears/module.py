@@ -84,6 +84,7 @@ class PreparedLinear(BankedModule):
         Raises :class:`LoaderError` for a dtype, shape or device that does not match.
         """
         device = self._scratch[0].device
+        self.require_dense("input", x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             self.refuse("input", f"(..., {self.in_features})", tuple(x.shape))
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):

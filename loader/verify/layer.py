@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -22,6 +22,7 @@ class ShardView(Protocol):
         """Slices in all."""
 
 
+@runtime_checkable
 class LayerView(Protocol):
     """One finished MoE layer on one card.
 

@@ -1,7 +1,7 @@
 """The checkpoint as raw tensors: which file holds which name, and its bytes as a tensor.
 
-Opened with ``safetensors`` and plain ``json`` only. The index, where present, is the only
-authority on which file supplies a tensor.
+Headers are checked by ``safetensors``, and nothing is taken from the loader's own reader. The
+index, where present, is the only authority on which file supplies a tensor.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from loader.errors import CheckpointError
+from loader.verify.raw_file import RawFile
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; raises :class:`CheckpointError` if it is anything else."""
+    _require_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "a JSON file cannot be read", file=str(path), expected="a JSON object", found=error
         ) from error
@@ -37,6 +38,12 @@ def read_json(path: Path) -> dict[str, Any]:
             found=type(value).__name__,
         )
     return value
+
+
+def _require_regular(path: Path) -> None:
+    """A pipe would be waited for without end; what does not exist fails at its own open."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError("not a regular file", file=str(path), expected="a regular file")
 
 
 def _folder_of(source: str | os.PathLike[str], revision: str | None) -> Path:
@@ -64,6 +71,10 @@ class RawCheckpoint:
     """
 
     def __init__(self, source: str | os.PathLike[str], revision: str | None = None) -> None:
+        if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+            raise CheckpointError(
+                "source is not valid", expected="a local folder", found=repr(source)
+            )
         self.folder = _folder_of(source, revision)
         if not self.folder.is_dir():
             raise CheckpointError(
@@ -73,7 +84,7 @@ class RawCheckpoint:
                 found="a file" if self.folder.exists() else "no such folder",
             )
         self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, RawFile] = {}
         try:
             self._files = self._locate()
         except BaseException:
@@ -99,7 +110,7 @@ class RawCheckpoint:
     def read_json(self, name: str, *, required: bool) -> dict[str, Any]:
         """The JSON object in the folder's file ``name``; empty if absent and not required."""
         path = self.folder / name
-        return read_json(path) if required or path.exists() else {}
+        return read_json(path) if required or os.path.lexists(path) else {}
 
     def file_of(self, name: str) -> str:
         """The file, relative to the folder, that supplies tensor ``name``."""
@@ -116,19 +127,16 @@ class RawCheckpoint:
 
     def dtype(self, name: str) -> str:
         """The dtype of ``name`` as the header spells it, such as ``F8_E4M3``."""
-        return str(self._slice(name).get_dtype())
+        return self._handle(self.file_of(name)).dtype(name)
 
     def shape(self, name: str) -> list[int]:
         """The shape of ``name`` as the header has it."""
-        return list(self._slice(name).get_shape())
+        return self._handle(self.file_of(name)).shape(name)
 
     def read(self, name: str, lead: int | None = None) -> torch.Tensor:
         """The tensor ``name`` on the host; with ``lead``, that index of its leading axis only."""
-        view = self._slice(name)
-        shape = list(view.get_shape())
-        if lead is None:
-            return self._tensor(name)
-        if not shape or lead >= shape[0]:
+        shape = self.shape(name)
+        if lead is not None and (not shape or lead >= shape[0]):
             raise CheckpointError(
                 "a fused tensor has no such expert",
                 file=self._files[name],
@@ -137,49 +145,21 @@ class RawCheckpoint:
                 expected=f"a leading axis of at least {lead + 1}",
                 found=f"shape {shape}",
             )
-        part: torch.Tensor = view[lead : lead + 1]
-        return part[0]
+        return self._handle(self.file_of(name)).read(name, lead)
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle(self.file_of(name)).get_tensor(name)
-        return tensor
-
-    def _slice(self, name: str) -> Any:
-        file = self.file_of(name)
-        try:
-            return self._handle(file).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                "the index names a file that does not hold the tensor",
-                file=file,
-                tensor=name,
-                expected="present",
-                found=error,
-            ) from error
-
-    def _handle(self, file: str) -> Any:
+    def _handle(self, file: str) -> RawFile:
         if file not in self._handles:
-            path = self.folder / file
-            try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    "a file cannot be opened as safetensors",
-                    file=str(path),
-                    expected="a whole safetensors file",
-                    found=error,
-                ) from error
-            self._handles[file] = handle
+            self._handles[file] = self._stack.enter_context(RawFile(self.folder / file))
         return self._handles[file]
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name, from the index, or else from the headers."""
         index = self.folder / INDEX_NAME
-        if index.exists():
+        if os.path.lexists(index):  # a link to nothing is still the authority
             return self._from_index(index)
         files: dict[str, str] = {}
         for file in self._unindexed():
-            for name in self._handle(file).keys():  # noqa: SIM118 - a handle is no mapping
+            for name in self._handle(file).names():
                 if name in files:
                     raise CheckpointError(
                         "two files hold the same tensor and no index chooses",
@@ -212,7 +192,7 @@ class RawCheckpoint:
         return {str(name): str(file) for name, file in weight_map.items()}
 
     def _unindexed(self) -> list[str]:
-        if (self.folder / "model.safetensors").exists():
+        if os.path.lexists(self.folder / "model.safetensors"):
             return ["model.safetensors"]
         shards = sorted(path.name for path in self.folder.glob("model-*-of-*.safetensors"))
         if shards:

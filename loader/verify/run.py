@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from operator import index
+from typing import Any
 
 import numpy as np
 
-from loader.errors import PolicyError
+from loader.errors import LoaderError, PolicyError
 from loader.verify.forward import RouteOf, choose_layers, run_layer
 from loader.verify.layer import LayerView
 from loader.verify.naming import Names
@@ -40,10 +42,10 @@ def verify(
 
     Holds one expert at a time. Findings are in the report; :class:`CheckpointError` is raised
     when the source is not a local folder or its tensors are missing or broken, and
-    :class:`PolicyError` for a count that is not positive.
+    :class:`PolicyError` for a count that is not positive, or a seed that is negative.
     """
-    if samples < 1:
-        raise PolicyError("samples must be positive", expected="1 or more", found=samples)
+    samples, seed = _whole("samples", samples, 1), _whole("seed", seed, 0)
+    _check_layers(experts)
     start = time.perf_counter()
     rng = np.random.default_rng(seed)
     layers = {layer: experts[layer] for layer in experts if experts[layer].expert_ids}
@@ -78,6 +80,31 @@ def verify(
         forward_skipped=tuple(skipped),
         seconds=time.perf_counter() - start,
     )
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        expected = f"a whole number of {least} or more"
+        raise PolicyError(f"{name} is not valid", expected=expected, found=repr(value))
+    return number
+
+
+def _check_layers(experts: object) -> None:
+    if not isinstance(experts, Mapping):
+        raise LoaderError(
+            "experts is not valid", expected="a mapping of layers", found=type(experts).__name__
+        )
+    for layer, one in experts.items():
+        if not isinstance(one, LayerView):
+            raise LoaderError(
+                f"layer {layer} is not valid",
+                expected="prepared experts",
+                found=type(one).__name__,
+            )
 
 
 def _worst_by_dtype(cases: list[ForwardCase]) -> list[ForwardCase]:

@@ -50,6 +50,74 @@ def test_packed_integers(symmetric: bool, group: int) -> None:
     assert scheme.parts["weight_packed"].role is Role.CODES_NK
 
 
+@pytest.mark.parametrize("symmetric", [0, 1, "false", "true", [], {}, 1.5])
+def test_symmetric_is_true_or_false(symmetric: Any) -> None:
+    """Anything else was read as symmetric, and an asymmetric layer as one with zero point 8."""
+    with pytest.raises(CheckpointError, match="symmetric is not true or false"):
+        scheme_of(config({**INT4, "symmetric": symmetric}))
+    assert scheme_of(config({**INT4, "symmetric": None})) == scheme_of(config(INT4))
+
+
+def transform(location: str, targets: Any, **more: Any) -> dict[str, Any]:
+    apply = [{"location": location, "targets": targets, **more}]
+    return {"config_groups": {"u": {"type": "hadamard", "apply": apply}}}
+
+
+@pytest.mark.parametrize("location", ["input", "output"])
+@pytest.mark.parametrize("targets", [["Linear"], [MODULE], ["lm_head", "re:.*experts.*"]])
+@pytest.mark.parametrize("weights", [INT4, FP4])
+def test_activations_that_are_transformed_at_run_time_are_refused(
+    location: str, targets: list[str], weights: dict[str, Any]
+) -> None:
+    written = "pack-quantized" if weights is INT4 else "nvfp4-pack-quantized"
+    given = config(weights, written) | {"transform_config": transform(location, targets)}
+    found = scheme_of(given)
+    assert isinstance(found, Unhandled) and "transform_config" in found.format
+    for ignore in (["re:.*experts.*"], "re:.*experts.*"):
+        given["transform_config"] = transform(location, targets, ignore=ignore)
+        assert isinstance(scheme_of(given), Scheme)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        None,
+        {},
+        {"config_groups": {}},
+        transform("weight_input", ["Linear"]),
+        transform("k_cache", ["Linear"]),
+        transform("input", ["re:.*self_attn.*"]),
+        transform("input", []),
+    ],
+)
+def test_transforms_that_do_not_touch_the_experts(written: Any) -> None:
+    assert scheme_of(config(INT4) | {"transform_config": written}) == scheme_of(config(INT4))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        5,
+        "hadamard",
+        [1],
+        {"config_groups": 5},
+        {"config_groups": {"u": 5}},
+        {"config_groups": {"u": {"apply": 5}}},
+        {"config_groups": {"u": {"apply": [5]}}},
+        {"config_groups": {"u": {}}},
+    ],
+)
+def test_a_transform_config_that_is_none(written: Any) -> None:
+    with pytest.raises(CheckpointError, match="transform_config of quantization_config is not"):
+        scheme_of(config(INT4) | {"transform_config": written})
+
+
+def test_transforms_that_name_single_experts_tell_them_apart() -> None:
+    given = config(INT4) | {"transform_config": transform("input", [MODULE])}
+    assert read_compressed(given).tells_apart("model.layers.3.mlp.experts.0.gate_proj")
+    assert not read_compressed(config(INT4)).tells_apart("model.layers.3.mlp.experts.0.gate_proj")
+
+
 def test_one_scale_for_a_whole_row() -> None:
     scheme = scheme_of(config({**INT4, "strategy": "channel", "group_size": None}))
     assert isinstance(scheme, Scheme) and scheme.group == -1

@@ -230,3 +230,18 @@ def test_names_parsed_together_are_names_parsed_one_by_one(
         for kind, expert in zip(ids, experts, strict=True)
     ]
     assert together == [parser.parse(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "projections"),
+    [
+        (5, WORDS),
+        (None, WORDS),
+        ("layers.{layer}.{expert}.{projection}", None),
+        ("layers.{layer}.{expert}.{projection}", ["gate_proj", "up_proj", "down_proj"]),
+        ("layers.{layer}.{expert}.{projection}", {**WORDS, "up": 5}),
+    ],
+)
+def test_what_is_no_family_is_refused(pattern: object, projections: object) -> None:
+    with pytest.raises(LoaderError, match="family mine is not valid; expected a pattern"):
+        Family("mine", pattern, projections)  # type: ignore[arg-type]  # wrong on purpose

@@ -90,6 +90,35 @@ def test_an_activation_other_than_silu(activation: Any, nested: bool) -> None:
     assert caught.value.found == repr(activation)
 
 
+@pytest.mark.parametrize("key", ["hidden_activation", "mlp_hidden_act", "moe_hidden_act"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_every_name_of_the_activation(key: str, nested: bool) -> None:
+    def read(**changes: Any) -> Model:
+        config = {k: v for k, v in CONFIG.items() if k != "hidden_act"} | changes
+        return read_model({"text_config": config} if nested else config)
+
+    assert read(**{key: "silu"}) == read(**{key: None}) == read() == WANTED
+    for changes in ({key: "gelu_pytorch_tanh"}, {key: "relu2", "hidden_act": "silu"}, {key: 5}):
+        with pytest.raises(UnsupportedError, match=f"expected {key} 'silu'"):
+            read(**changes)
+
+
+@pytest.mark.parametrize("limit", [7.0, 10, [None, 7.0], "7"])
+def test_a_limit_on_gate_and_up_is_refused(limit: Any) -> None:
+    for name in ("swiglu_limit", "swiglu_limits"):
+        assert read_model({**CONFIG, name: None}) == read_model({**CONFIG, name: [None]}) == WANTED
+        for config in ({**CONFIG, name: limit}, {"text_config": {**CONFIG, name: limit}}):
+            with pytest.raises(UnsupportedError, match="a limit on gate and up") as caught:
+                read_model(config)
+            assert caught.value.found == repr(limit)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "moe_intermediate_size"])
+def test_a_size_of_nothing_is_refused(key: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config key {key} is not valid.* of 1 or more"):
+        read_model({**CONFIG, key: 0})
+
+
 def test_silu_is_what_a_config_means_that_names_none() -> None:
     config = {key: value for key, value in CONFIG.items() if key != "hidden_act"}
     assert read_model(config).activation == "silu"

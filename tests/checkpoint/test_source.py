@@ -310,3 +310,39 @@ def test_what_a_foreign_source_raises_while_planning_becomes_an_error_of_the_lib
 def test_a_source_has_the_name_that_reports_call_it(folder: Path) -> None:
     with LocalSource(folder, name="own/model") as source:
         assert source.name == "own/model" and source.folder == folder.resolve()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to nothing", "circle", "device"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "hf_quant_config.json",
+    ],
+)
+def test_a_part_of_the_checkpoint_that_is_no_file_is_not_passed_over(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    """Another file would take its place: ``reference.safetensors``, or no index at all."""
+    tiny_checkpoint(tmp_path, hidden=64, intermediate=32, experts=2, group=32)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    if name != "model.safetensors":
+        os.link(tmp_path / "other.safetensors", tmp_path / "model.safetensors")
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        targets = {"link to nothing": "nowhere", "circle": name, "device": "/dev/zero"}
+        path.symlink_to(targets[kind])
+    for call in (loader.plan, loader.load):
+        with pytest.raises(CheckpointError) as caught:
+            call(tmp_path)
+        assert caught.value.file == name
+        assert str(caught.value).startswith(
+            ("not a regular file", "file does not exist", "file cannot be opened", "file lies out")
+        )

@@ -321,3 +321,20 @@ def test_a_read_that_an_interrupt_cut_off_does_not_hold_up_the_close(
         read_bytes(source, "f0", 0, 5)
     source.close()
     assert open_below(folder) == []
+
+
+def test_descriptors_that_someone_else_closed(folder: Path) -> None:
+    """As a process does that becomes a daemon: the read is refused, and the close goes on."""
+    source = LocalSource(folder)
+    files = source.list()[:3]
+    for file in files:
+        read_bytes(source, file, 0, 1)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if os.path.exists(f"/proc/self/fd/{number}"):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.endswith(tuple(files[:2])):
+                os.close(number)
+    with pytest.raises(CheckpointError, match="cannot be looked at; .* found Bad file descriptor"):
+        read_bytes(source, files[0], 0, 1)
+    source.close()
+    assert open_below(folder) == []

@@ -96,6 +96,8 @@ def test_strided_activations_are_taken_as_they_are(linear: PreparedLinear) -> No
         (torch.zeros(2, 256, dtype=torch.int32), "int32"),
         (torch.zeros((2, 256), device="meta"), "meta"),
         (torch.zeros(()), "()"),
+        (torch.zeros(2, 256).to_sparse(), "sparse_coo"),
+        (None, "NoneType"),
     ],
 )
 def test_what_does_not_match_is_refused(
