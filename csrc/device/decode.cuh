@@ -28,12 +28,12 @@ QPN_DEVICE void of_passes(const Step& step) {
     let_next_launch_start();
     Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts,
                     all_rows);
-    compact_rows(routing, step);
+    compact_rows(routing, step, whole_block());
 
     const int32_t splits = kFirst ? step.splits13 : step.splits2, abreast = kWarps / splits;
     const int32_t runs = (bank.tiles + abreast - 1) / abreast;
     const int32_t chunks = bank.chunks(), each = (chunks + splits - 1) / splits;
-    const int64_t tasks = int64_t(routing.passes) * runs;
+    const int64_t tasks = int64_t(*routing.passes) * runs;
     const int32_t begin = int32_t(tasks * blockIdx.x / gridDim.x);
     const int32_t end = int32_t(tasks * (blockIdx.x + 1) / gridDim.x);
     const int32_t my_tile = warp / splits, my_split = warp % splits;

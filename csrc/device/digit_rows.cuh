@@ -21,27 +21,31 @@ struct DigitRows {
 
     // What a lane brings and finds, in shared memory.
     struct Rows {
-        uint32_t digits;  // of its row of B, of the first tile: of chunk 0
-        uint32_t notes;   // of its row of the sums, of the first tile: of chunk 0
+        uint32_t digits[kTiles];  // of its row of B: of chunk 0
+        uint32_t notes[kTiles];   // of its row of the sums: of chunk 0
         uint32_t zeros;
-        int32_t row_bytes;
         int32_t left;  // rows from its row of B on
 
-        QPN_DEVICE Rows(uint32_t base, const StagedLayout& at, int32_t rows, int lane) {
+        // Row r is staged as number `place(r)`.
+        template <class Place>
+        QPN_DEVICE Rows(uint32_t base, const StagedLayout& at, int32_t rows, int lane,
+                        Place place) {
             const int g = lane / 4, t = lane % 4;
-            digits = base + at.rows + g / 2 * at.row + (g % 2 * 4 + t) * 16;
-            notes = base + at.notes + t * Sums::kNote;
             zeros = base;
-            row_bytes = at.row;
             left = rows - g / 2;
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                const int32_t brings = place(min(n * kTileRows + g / 2, rows - 1));
+                const int32_t finds = place(min(n * kTileRows + t, rows - 1));
+                digits[n] = base + at.rows + brings * at.row + (g % 2 * 4 + t) * 16;
+                notes[n] = base + at.notes + finds * Sums::kNote;
+            }
         }
         QPN_DEVICE uint32_t digits_of(int tile, int32_t chunk) const {
-            return tile * kTileRows < left
-                       ? digits + tile * kTileRows * row_bytes + chunk * kDigitBytes
-                       : zeros;
+            return tile * kTileRows < left ? digits[tile] + chunk * kDigitBytes : zeros;
         }
         QPN_DEVICE uint32_t note_of(int tile, int32_t chunk) const {
-            return notes + (chunk * kPassRows + tile * kTileRows) * Sums::kNote;
+            return notes[tile] + chunk * (kPassRows * Sums::kNote);
         }
     };
 

@@ -1,10 +1,11 @@
 // The kernels of SM80 and newer for several tokens: W13 with SwiGLU, then W2.
 //
 // A block takes a run of (pass, tile) pairs, a pass being up to eight rows of one expert. Tiles of
-// one pass make a segment: its rows are staged in shared memory, its chunks are shared out among
-// the warps that multiply, which leave a partial sum for each tile that they touch. Half of the
-// block's warps only copy, each for one of the others and ahead of it, across segments: so the
-// memory has no pause where a tile, an expert or a step of the products ends.
+// one pass make a segment: its rows are staged in shared memory (all tokens are, once, where W13
+// has no more than eight), its chunks are shared out among the warps that multiply, which leave a
+// partial sum for each tile that they touch. Half of the block's warps only copy, each for one of
+// the others and ahead of it, across segments: so the memory has no pause where a tile, an expert
+// or a step of the products ends.
 #pragma once
 #include "closing.cuh"
 #include "digit_rows.cuh"
@@ -28,18 +29,28 @@ struct GroupedLayout {
     }
 };
 
+// What a block has to do: pairs of (pass, tile), tiles first.
+struct Tasks {
+    int64_t next, end;
+    QPN_DEVICE Tasks(const Routing& routing, int32_t tiles) {
+        const int64_t all = int64_t(*routing.passes) * tiles;
+        next = all * blockIdx.x / gridDim.x;
+        end = all * (blockIdx.x + 1) / gridDim.x;
+    }
+};
+
 // Tiles of one pass, one after the other.
 struct Segment {
     int32_t pass, tile, count, rows, slot;
 
-    // From task `at` of (passes x tiles) on, up to `end`, as many as there is room for sums.
-    QPN_DEVICE Segment(const Routing& routing, int32_t tiles, int64_t at, int64_t end) {
-        pass = int32_t(uint32_t(at) / uint32_t(tiles));
-        tile = int32_t(at) - pass * tiles;
+    // The next of `tasks`: as many tiles as there is room for sums.
+    QPN_DEVICE Segment(const Routing& routing, int32_t tiles, const Tasks& tasks) {
+        pass = int32_t(uint32_t(tasks.next) / uint32_t(tiles));
+        tile = int32_t(tasks.next) - pass * tiles;
         rows = routing.pass_rows[pass] & 15;
         slot = routing.pass_slot[pass];
         const int32_t room = (kPartBytes / (kPairs * kRowBytes) / rows - 1) * kPairs;
-        count = int32_t(min(end - at, int64_t(min(tiles - tile, room))));
+        count = int32_t(min(tasks.end - tasks.next, int64_t(min(tiles - tile, room))));
     }
 };
 
@@ -123,6 +134,50 @@ QPN_DEVICE void close_segment(const Step& step, const Routing& routing, const Se
     }
 }
 
+template <class F>
+QPN_DEVICE void copy_tasks(const Bank& bank, const Routing& routing, GroupedTurn<F> turn,
+                           int32_t pair, int lane) {
+    const LaneMap map(lane);
+    for (Tasks tasks(routing, bank.tiles); tasks.next < tasks.end;) {
+        const Segment segment(routing, bank.tiles, tasks);
+        const Share share(segment.count * bank.chunks(), bank.chunks(), pair);
+        copy_segment<F>(turn, bank, segment, share, map, lane);
+        tasks.next += segment.count;
+    }
+}
+
+// `by_token`: all tokens are staged already.
+template <class Act, class F, bool kFirst>
+QPN_DEVICE void multiply_tasks(const Step& step, const Routing& routing, GroupedTurn<F> turn,
+                               uint32_t rows, uint32_t part, bool by_token, int32_t warp,
+                               int lane) {
+    const Bank& bank = kFirst ? step.w13 : step.w2;
+    const int32_t chunks = bank.chunks();
+    const StagedLayout staged(chunks, F::Sums::kNote);
+    const LaneMap map(lane);
+    int32_t staged_pass = -1;
+    for (Tasks tasks(routing, bank.tiles); tasks.next < tasks.end;) {
+        const Segment segment(routing, bank.tiles, tasks);
+        const Share share(segment.count * chunks, chunks, warp);
+        if (!by_token && segment.pass != staged_pass)
+            stage_rows<Act, typename F::Sums>(
+                rows, staged, segment.rows, chunks, bank.k, [&](int32_t number) {
+                    return input_of<kFirst>(step, routing, segment.pass, number);
+                });
+        staged_pass = segment.pass;
+        sync_warps(1, kMultiplyThreads);
+        const typename F::Rows own(rows, staged, segment.rows, lane, [&](int32_t number) {
+            return by_token ? routing.row_of(segment.pass, number) / step.top_k : number;
+        });
+        multiply_segment<F>(turn, bank, segment.rows, share, own,
+                            part + warp * partials_of(segment.count) * segment.rows * kRowBytes,
+                            map, lane);
+        sync_warps(1, kMultiplyThreads);
+        close_segment<Act, kFirst>(step, routing, segment, chunks, part, warp, lane);
+        tasks.next += segment.count;
+    }
+}
+
 template <class Act, class F, bool kFirst>
 QPN_DEVICE void of_segments(const Step& step) {
     extern __shared__ uint4 shared[];
@@ -131,7 +186,6 @@ QPN_DEVICE void of_segments(const Step& step) {
     const int32_t warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), pair = warp % kPairs;
     const int32_t all_rows = step.tokens * step.top_k;
     const GroupedLayout at(chunks, step.w13.experts, all_rows, F::S::kBytes, F::Sums::kNote);
-    const StagedLayout staged(chunks, F::Sums::kNote);
     const uint32_t base = pinned(shared_address(shared)), rows = base + at.rows;
     prefetch_routing(step);
     open_rings<kPairs * kGroupedAhead>(base + at.barriers, 32);
@@ -141,41 +195,22 @@ QPN_DEVICE void of_segments(const Step& step) {
     let_next_launch_start();
     Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts,
                     all_rows);
-    compact_rows(routing, step);
+    const bool by_token = kFirst && step.tokens <= kPassRows;
+    if (warp >= kPairs)
+        compact_rows(routing, step, {int32_t(threadIdx.x) - kMultiplyThreads, kPairs * 32, 2});
+    else if (by_token)
+        stage_rows<Act, typename F::Sums>(
+            rows, StagedLayout(chunks, F::Sums::kNote), step.tokens, chunks, bank.k,
+            [&](int32_t token) { return step.x + int64_t(token) * bank.k; });
+    __syncthreads();
 
-    const LaneMap map(lane);
-    const int64_t tasks = int64_t(routing.passes) * bank.tiles;
-    const int64_t end = tasks * (blockIdx.x + 1) / gridDim.x;
-    int64_t task = tasks * blockIdx.x / gridDim.x;
-    GroupedTurn<F> turn(base, base + at.barriers, pair);
+    const GroupedTurn<F> turn(base, base + at.barriers, pair);
     if (warp >= kPairs) {
-        while (task < end) {
-            const Segment segment(routing, bank.tiles, task, end);
-            const Share share(segment.count * chunks, chunks, pair);
-            copy_segment<F>(turn, bank, segment, share, map, lane);
-            task += segment.count;
-        }
-        return;
-    }
-    if (!kFirst) wait_for_launch_before();
-    for (int32_t staged_pass = -1; task < end;) {
-        const Segment segment(routing, bank.tiles, task, end);
-        const Share share(segment.count * chunks, chunks, pair);
-        const uint32_t part = base + at.part;
-        if (segment.pass != staged_pass)
-            stage_rows<Act, typename F::Sums>(
-                rows, staged, segment.rows, chunks, bank.k, [&](int32_t number) {
-                    return input_of<kFirst>(step, routing, segment.pass, number);
-                });
-        staged_pass = segment.pass;
-        sync_warps(1, kMultiplyThreads);
-        const typename F::Rows own(rows, staged, segment.rows, lane);
-        multiply_segment<F>(turn, bank, segment.rows, share, own,
-                            part + warp * partials_of(segment.count) * segment.rows * kRowBytes,
-                            map, lane);
-        sync_warps(1, kMultiplyThreads);
-        close_segment<Act, kFirst>(step, routing, segment, chunks, part, warp, lane);
-        task += segment.count;
+        copy_tasks<F>(bank, routing, turn, pair, lane);
+    } else {
+        if (!kFirst) wait_for_launch_before();
+        multiply_tasks<Act, F, kFirst>(step, routing, turn, rows, base + at.part, by_token, warp,
+                                       lane);
     }
 }
 

@@ -5,6 +5,7 @@
 // Row r is slot r % top_k of token r / top_k. A chunk is some experts in the order of their rows'
 // count; each has the same number of places, of which its first `counts` are rows.
 #pragma once
+#include "crew.cuh"
 #include "numbers.cuh"
 #include "qpn.cuh"
 
@@ -58,28 +59,6 @@ QPN_DEVICE void legacy_keys(const LegacyStep& step) {
     step.keys[row] = source == row ? slot : step.slots;
 }
 
-// Sum of the numbers of all threads before this one; `all` is the sum of all. At most 32 warps,
-// each with a place in `totals`.
-QPN_DEVICE int32_t legacy_scan(int32_t mine, int32_t* totals, int32_t& all) {
-    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int32_t before = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffffu, before, d);
-        if (lane >= d) before += other;
-    }
-    __syncthreads();  // the totals of the scan before have been read
-    if (lane == 31) totals[warp] = before;
-    __syncthreads();
-    before -= mine;
-    all = 0;
-    for (int32_t w = 0; w < int32_t(blockDim.x) / 32; ++w) {
-        if (w == warp) before += all;
-        all += totals[w];
-    }
-    return before;
-}
-
 // Blocks (slots): the rows of a slot in their order. A block counts what comes before its own.
 QPN_DEVICE void legacy_order(const LegacyStep& step) {
     __shared__ int32_t totals[32];
@@ -90,14 +69,14 @@ QPN_DEVICE void legacy_order(const LegacyStep& step) {
         less += key < slot;
         own += key == slot;
     }
-    legacy_scan(less, totals, start);
-    legacy_scan(own, totals, count);
+    sum_before(less, totals, start, whole_block());
+    sum_before(own, totals, count, whole_block());
     if (threadIdx.x == 0) step.starts[slot] = start, step.counts[slot] = count;
     for (int32_t first = 0; first < rows && count > 0; first += blockDim.x) {
         const int32_t row = first + threadIdx.x;
         const int32_t mine = row < rows && step.keys[row] == slot;
         int32_t here = 0;
-        const int32_t before = legacy_scan(mine, totals, here);
+        const int32_t before = sum_before(mine, totals, here, whole_block());
         if (mine) step.order[start + before] = row;
         start += here;
         count -= here;

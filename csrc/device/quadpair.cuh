@@ -135,9 +135,9 @@ QPN_DEVICE void quad_passes(const Step& step) {
     let_next_launch_start();
     Routing routing(reinterpret_cast<int32_t*>(shared) + at.routing / 4, step.w13.experts,
                     step.tokens * step.top_k);
-    compact_rows(routing, step);
+    compact_rows(routing, step, whole_block());
     if (!kFirst) wait_for_launch_before();
-    const int64_t tasks = int64_t(routing.passes) * bank.tiles;
+    const int64_t tasks = int64_t(*routing.passes) * bank.tiles;
     const int32_t begin = int32_t(tasks * blockIdx.x / gridDim.x),
                   end = int32_t(tasks * (blockIdx.x + 1) / gridDim.x);
     for (int32_t task = begin; task < end; ++task) {

@@ -1,6 +1,6 @@
 // Which experts a step selects: slots of rows, and rows compacted by active expert.
 #pragma once
-#include "access.cuh"
+#include "crew.cuh"
 #include "numbers.cuh"
 #include "qpn.cuh"
 
@@ -70,7 +70,7 @@ struct Routing {
     int32_t* pass_slot;  // (passes,) at most one for each row
     int32_t* pass_rows;  // (passes,) first << 4 | count
     int32_t* totals;     // (32,) one for each warp
-    int32_t passes;
+    int32_t* passes;     // (1,)
 
     // A row of a pass, or -1 where it has fewer.
     QPN_DEVICE int32_t row_of(int32_t pass, int32_t number) const {
@@ -78,7 +78,7 @@ struct Routing {
         return number < (rows & 15) ? order[(rows >> 4) + number] : -1;
     }
 
-    static QPN_BOTH int64_t ints(int64_t slots, int64_t rows) { return slots + 5 * rows + 32; }
+    static QPN_BOTH int64_t ints(int64_t slots, int64_t rows) { return slots + 5 * rows + 33; }
 
     QPN_DEVICE Routing(int32_t* memory, int32_t slots, int32_t rows)
         : counts(memory),
@@ -88,42 +88,21 @@ struct Routing {
           pass_slot(order + rows),
           pass_rows(pass_slot + rows),
           totals(pass_rows + rows),
-          passes(0) {}
+          passes(totals + 32) {}
 };
 
 // Rows and passes before a slot share one number, so that one scan gives both.
 constexpr int kPassShift = 16;
 constexpr int kMostRows = (1 << kPassShift) - 1;
 
-// Sum of the numbers of all threads before this one; `all` is the sum of all.
-QPN_DEVICE uint32_t scan_block(uint32_t mine, int32_t* totals, uint32_t& all) {
-    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t before = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, before, d);
-        if (lane >= d) before += other;
-    }
-    if (lane == 31) totals[warp] = before;
-    __syncthreads();
-    before -= mine;
-    all = 0;
-    for (int32_t w = 0; w < int32_t(blockDim.x) / 32; ++w) {
-        if (w == warp) before += all;
-        all += totals[w];
-    }
-    return before;
-}
-
-// All threads of a block take part; at most kMostRows rows. Every block of a launch must deal the
-// same rows to the same passes, so rows keep their order within an expert: one warp ranks them, 32
-// at a time.
-QPN_DEVICE void compact_rows(Routing& r, const Step& step) {
+// At most kMostRows rows. Every block of a launch must deal the same rows to the same passes, so
+// rows keep their order within an expert: one warp ranks them, 32 at a time.
+QPN_DEVICE void compact_rows(Routing& r, const Step& step, const Crew& crew) {
     const int32_t slots = step.w13.experts, rows = step.tokens * step.top_k;
-    const int32_t thread = threadIdx.x, threads = blockDim.x;
+    const int32_t thread = crew.thread, threads = crew.threads;
     for (int32_t s = thread; s < slots; s += threads) r.counts[s] = 0;
     for (int32_t row = thread; row < rows; row += threads) r.slot[row] = slot_of_row(step, row);
-    __syncthreads();
+    crew.sync();
     if (thread < 32) {
         for (int32_t first = 0; first < rows; first += 32) {
             const int32_t row = first + thread, slot = row < rows ? r.slot[row] : -1;
@@ -138,16 +117,16 @@ QPN_DEVICE void compact_rows(Routing& r, const Step& step) {
             __syncwarp();
         }
     }
-    __syncthreads();
+    crew.sync();
     const int32_t each = (slots + threads - 1) / threads;
     const int32_t first = min(thread * each, slots), last = min(first + each, slots);
-    uint32_t mine = 0, all = 0;
+    int32_t mine = 0, all = 0;
     for (int32_t s = first; s < last; ++s) {
-        const uint32_t count = r.counts[s];
+        const int32_t count = r.counts[s];
         mine += count | ((count + kPassRows - 1) / kPassRows) << kPassShift;
     }
-    const uint32_t before = scan_block(mine, r.totals, all);
-    r.passes = all >> kPassShift;
+    const uint32_t before = sum_before(mine, r.totals, all, crew);
+    if (thread == 0) *r.passes = uint32_t(all) >> kPassShift;
     int32_t at = before & kMostRows, pass = before >> kPassShift;
     for (int32_t s = first; s < last; ++s) {
         const int32_t count = r.counts[s];
@@ -158,10 +137,10 @@ QPN_DEVICE void compact_rows(Routing& r, const Step& step) {
         }
         at += count;
     }
-    __syncthreads();
+    crew.sync();
     for (int32_t row = thread; row < rows; row += threads)
         if (r.slot[row] >= 0) r.order[r.counts[r.slot[row]] + r.placed[row]] = row;
-    __syncthreads();
+    crew.sync();
 }
 
 }  // namespace qpn
