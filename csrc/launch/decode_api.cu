@@ -1,20 +1,11 @@
 // The C interface of the decode step on a card.
-#include "../host/error.h"
 #include "kernels.h"
 #include "linear.h"
+#include "told.h"
 
 #define QPN_API extern "C" __attribute__((visibility("default")))
 
 namespace {
-
-int told(const char* wrong, cudaError_t status, qpn::Error* error) {
-    if (wrong != nullptr) return qpn::refuse(wrong, -1, error);
-    if (status == cudaSuccess) return qpn::kDone;
-    cudaGetLastError();  // taken: the next call starts clean
-    qpn::refuse(cudaGetErrorString(status), -1, error);
-    error->error = status;
-    return qpn::kFailedCuda;
-}
 
 // The banks of a layer without their tensors; false where the numbers are not those of a layer.
 bool shaped(const int64_t* numbers, qpn::Step& step) {
@@ -53,7 +44,7 @@ QPN_API int qpn_cuda_moe(const qpn::MoeCall* call, const int64_t* numbers, void*
     const char* wrong = qpn::read_banks(numbers, tensors, tensor_bytes, tensor_count, step, fused);
     if (wrong == nullptr)
         wrong = qpn::moe(*call, step, fused, static_cast<cudaStream_t>(stream), status);
-    return told(wrong, status, error);
+    return qpn::told(wrong, status, error);
 }
 
 // One linear for so few tokens that its bank is multiplied as it is.
@@ -66,5 +57,5 @@ QPN_API int qpn_cuda_linear(const qpn::LinearCall* call, const int64_t* numbers,
     const char* wrong = qpn::read_linear(numbers, tensors, tensor_bytes, tensor_count, step, fused);
     if (wrong == nullptr)
         wrong = qpn::linear(*call, step, fused, static_cast<cudaStream_t>(stream), status);
-    return told(wrong, status, error);
+    return qpn::told(wrong, status, error);
 }

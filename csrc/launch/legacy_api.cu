@@ -1,34 +1,22 @@
 // The C interface of `legacy` on a card.
-#include "../host/error.h"
 #include "legacy.h"
 #include "linear.h"
 #include "moe.h"
+#include "told.h"
 
 #define QPN_API extern "C" __attribute__((visibility("default")))
-
-namespace {
-
-int told(const char* wrong, cudaError_t status, qpn::Error* error) {
-    if (wrong != nullptr) return qpn::refuse(wrong, -1, error);
-    if (status == cudaSuccess) return qpn::kDone;
-    qpn::refuse(cudaGetErrorString(status), -1, error);
-    error->error = status;
-    return qpn::kFailedCuda;
-}
-
-}  // namespace
 
 // What is done with rows: LegacyStage. `places` may be null for a stage of the whole step.
 QPN_API int qpn_cuda_legacy(int stage, const qpn::LegacyCall* call, const qpn::LegacyPlaces* places,
                             void* stream, qpn::Error* error) {
     cudaError_t status = cudaSuccess;
     if (stage < qpn::kRoute || stage > qpn::kSumOfRows)
-        return told("there is no such stage", status, error);
+        return qpn::told("there is no such stage", status, error);
     const qpn::LegacyPlaces none{};
     const char* wrong =
         qpn::legacy(qpn::LegacyStage(stage), *call, places == nullptr ? none : *places,
                     static_cast<cudaStream_t>(stream), status);
-    return told(wrong, status, error);
+    return qpn::told(wrong, status, error);
 }
 
 // Weights of tiles of some experts of one bank (0: W13, 1: W2); see device/dequantize.cuh.
@@ -43,5 +31,5 @@ QPN_API int qpn_cuda_dequantize(int bank, const qpn::LegacyWeights* weights, con
     if (wrong == nullptr)
         wrong = qpn::dequantize(bank == 0 ? step.w13 : step.w2, fused, *weights,
                                 static_cast<cudaStream_t>(stream), status);
-    return told(wrong, status, error);
+    return qpn::told(wrong, status, error);
 }
