@@ -6,13 +6,16 @@
 
 namespace qpn {
 
+constexpr int kLine = 128;  // bytes that the memory deals in
+
 // Shared memory of the kernels for passes.
 struct PassLayout {
     int32_t part, routing, ring, bytes;
     QPN_BOTH PassLayout(int32_t warps, int64_t slots, int64_t rows, int32_t ring_bytes) {
         part = 0;
         routing = 2 * warps * kPassRows * kPitch * 4;
-        ring = routing + int32_t((Routing::ints(slots, rows) * 4 + 15) / 16 * 16);
+        // Copies to the ring take longer where it begins within a line.
+        ring = routing + int32_t((Routing::ints(slots, rows) * 4 + kLine - 1) / kLine * kLine);
         bytes = ring + ring_bytes;
     }
 };

@@ -6,12 +6,12 @@
 
 namespace qpn {
 
-// In bytes from the start: 16 of zeros twice, rows, then notes.
+// In bytes from the start: zeros for a chunk of one row, rows, then notes.
 //   a row: of each chunk kDigitBytes, 16 at ((block / 2 * 2 + digit) * 4 + k8) * 16, of each 8 for
 //   block % 2
 //   notes: of each chunk and row `note_bytes`: the scale, from StagedSums::kAt on sums of the
 //   digits
-constexpr int kZeroBytes = kDigitBytes / 2 + 16;
+constexpr int kZeroBytes = kDigitBytes;
 struct StagedLayout {
     int32_t rows, row, notes, bytes;
     QPN_BOTH StagedLayout(int32_t chunks, int32_t note_bytes) {

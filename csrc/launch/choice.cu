@@ -1,4 +1,5 @@
 // Which kernel serves a launch of several tokens, and how many rows one step can have.
+#include "../device/closing.cuh"
 #include "kernels.h"
 #include "shared.h"
 
@@ -27,8 +28,8 @@ int64_t moe_most_rows(const Step& step, const Choice& choice, int64_t block_byte
     for (const Part part : {kFirst, kSecond}) {
         const Bank& bank = part == kFirst ? step.w13 : step.w2;
         const int64_t none = choice.any(part, bank).shared_bytes(bank, step.w13.experts, 0);
-        // The layout rounds up to 16 bytes.
-        const int64_t ints = (block_bytes - kSystemSharedBytes - none - 16) / 4;
+        // The layout rounds up to a line.
+        const int64_t ints = (block_bytes - kSystemSharedBytes - none - kLine) / 4;
         const int64_t own = ints / (Routing::ints(0, 1) - Routing::ints(0, 0));
         most = own < most ? own : most;
     }
