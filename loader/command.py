@@ -130,7 +130,9 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--samples", type=count, default=1152, help="columns to compare")
             command.add_argument("--seed", type=seed, default=0, help="seed of the draw")
         if name == "bench":
-            command.add_argument("--tokens", type=token_list, default=[1, 2, 8, 64])
+            command.add_argument(
+                "--tokens", type=token_list, default=[1, 2, 8, 64], help="such as 1,8,64"
+            )
             command.add_argument("--dtype", choices=_DTYPES, default="bf16", help="activations")
     return parser
 
@@ -147,12 +149,19 @@ def _add_load_options(command: argparse.ArgumentParser) -> None:
         "--staging", type=size, default=DEFAULT_STAGING_BYTES, help="budget of the read buffers"
     )
     command.add_argument("--card-memory", type=size, help="budget of a card, such as 32GiB")
-    for switch in ("qpn-m1", "qpn-grouped", "compact-metadata"):
-        command.add_argument(f"--{switch}", choices=SWITCHES, default="auto")
+    for switch, what in {
+        "qpn-m1": "the route of one token",
+        "qpn-grouped": "the route of few tokens",
+        "compact-metadata": "metadata as the checkpoint has it",
+    }.items():
+        command.add_argument(f"--{switch}", choices=SWITCHES, default="auto", help=what)
     command.add_argument("--layout", choices=LAYOUTS, help="metadata layout by name")
-    command.add_argument("--awq-rounding", choices=ROUNDINGS, default="exact")
-    command.add_argument("--grouped-max-tokens", type=crossover, metavar="N|measure")
-    command.add_argument("--nonfinite", choices=NONFINITE, default="error")
+    rounding = "int4 weights as stored, or as engines that store wide round them"
+    command.add_argument("--awq-rounding", choices=ROUNDINGS, default="exact", help=rounding)
+    limit = "last token count of qpn_grouped, or measured"
+    command.add_argument("--grouped-max-tokens", type=crossover, metavar="N|measure", help=limit)
+    nonfinite = "scales that are not finite: refused, or kept and reported"
+    command.add_argument("--nonfinite", choices=NONFINITE, default="error", help=nonfinite)
 
 
 def _policy(options: argparse.Namespace) -> Policy:

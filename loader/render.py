@@ -63,11 +63,13 @@ def _all_cards(reports: Sequence[Report]) -> Table:
 def _plan_parts(reports: Sequence[Report], width: int) -> Parts:
     """Tables and lines: cards, layers, routes, and what is left alone."""
     first = reports[0]
+    # Slices differ from card to card, their phases above all: say whose are shown.
+    whose = "this card" if len(reports) == 1 else "the first card"
     parts: Parts = [
         first["source"],
         *_cards(reports, width),
-        _layers(first),
-        _layer_bytes(first),
+        _layers(first, whose),
+        _layer_bytes(first, whose),
         _routes(first),
     ]
     skipped: dict[str, list[int]] = {}
@@ -205,7 +207,7 @@ def _numbers(layers: Sequence[Report]) -> str:
     return merged_layers([layer["layer"] for layer in layers])
 
 
-def _layers(report: Report) -> Table:
+def _layers(report: Report, whose: str) -> Table:
     rows = []
     for layers in _groups(report):
         one, g = layers[0], layers[0]["geometry"]
@@ -224,17 +226,18 @@ def _layers(report: Report) -> Table:
             )
         )
     columns = ("layers", "format", "metadata", "H", "I here", "experts", "group", "phase")
-    return Table("Layers (I and experts: on this card / in the model)", columns, rows, _TEXT)
+    title = f"Layers (I and experts: on {whose} / in the model)"
+    return Table(title, columns, rows, _TEXT)
 
 
-def _layer_bytes(report: Report) -> Table:
+def _layer_bytes(report: Report, whose: str) -> Table:
     names = ("source", "weight", "metadata", "globals", "unquantized", "saved")
     columns = ("layers", "source", "weight", "scales", "globals", "unquantized", "saved")
     rows = [
         (_numbers(layers), *(human_bytes(layers[0]["bytes"][name]) for name in names))
         for layers in _groups(report)
     ]
-    return Table("Bytes of each layer", columns, rows, _TEXT)
+    return Table(f"Bytes of each layer on {whose}", columns, rows, _TEXT)
 
 
 def _routes(report: Report) -> Table:

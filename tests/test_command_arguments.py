@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loader.command import count, crossover, layer_list, main, seed, size, token_list
+from loader.command import build_parser, count, crossover, layer_list, main, seed, size, token_list
 
 COMMANDS = ("inspect", "plan", "load", "verify", "bench")
 
@@ -149,3 +149,15 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main([name, "--help"])
         assert "SOURCE" in capsys.readouterr().out
+
+
+def test_every_option_says_what_it_is() -> None:
+    commands = next(
+        action.choices
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    assert set(commands) == {"inspect", "plan", "load", "verify", "bench"}
+    for name, command in commands.items():
+        silent = [action.dest for action in command._actions if not action.help]
+        assert not silent, (name, silent)

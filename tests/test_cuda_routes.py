@@ -171,6 +171,47 @@ def test_a_captured_step_replays_with_other_inputs(
         assert torch.equal(out, run(layer, x, ids, weights, (1, 64, family)))
 
 
+@pytest.mark.parametrize("dialect", ("awq-gemm", "ct-nvfp4"))
+def test_a_captured_step_replays_with_other_weights(tmp_path: Path, dialect: str) -> None:
+    """Weights that are changed go where the captured ones were; a refused change leaves those."""
+    first, other = (
+        loader.load(
+            tiny_checkpoint(
+                tmp_path / str(seed),
+                dialect=dialect,
+                hidden=HIDDEN,
+                intermediate=704,
+                experts=EXPERTS,
+                layers=1,
+                seed=seed,
+            ),
+            CARD,
+        )[0]
+        for seed in (0, 1)
+    )
+    x, ids, weights = step(6, torch.float16)
+    out = torch.empty_like(x)
+    used = [*first.banks(), *first.workspace.tensors()]
+    addresses = [tensor.data_ptr() for tensor in used]
+    old, wanted = (layer(x, ids, weights).clone() for layer in (first, other))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first(x, ids, weights, out=out)
+    state = other.state_dict()
+    last = [name for name in state if name != "_extra_state"][-1]
+    with pytest.raises(RuntimeError, match="prepared experts refuse the state"):
+        first.load_state_dict({**state, last: state[last][:1]})
+    with pytest.raises(LoaderError, match="policy"):
+        first.policy = loader.Policy(qpn_grouped="off")
+    graph.replay()
+    assert torch.equal(out, old) and not torch.equal(old, wanted)
+    first.load_state_dict(state)
+    used = [*first.banks(), *first.workspace.tensors()]
+    assert [tensor.data_ptr() for tensor in used] == addresses
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
 @pytest.mark.parametrize("tokens", (1, 8))
 def test_a_decode_step_allocates_nothing(layer: PreparedExperts, tokens: int) -> None:
     x, ids, weights = step(tokens, torch.bfloat16)

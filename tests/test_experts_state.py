@@ -46,13 +46,14 @@ def test_the_state_holds_banks_and_what_they_mean(module: PreparedExperts) -> No
 @pytest.mark.parametrize("name", LAYERS)
 def test_another_checkpoint_of_the_same_shapes_goes_in(name: str, tmp_path: Path) -> None:
     module, other = make(tmp_path / "a", name), make(tmp_path / "b", name, seed=1)
-    addresses = [t.data_ptr() for t in module.banks()]
+    addresses = [t.data_ptr() for t in (*module.banks(), *module.workspace.tensors())]
     wanted, old = call(other), call(module)
     assert not torch.equal(wanted, old)
     parent = torch.nn.ModuleDict({"moe": module})
     result = parent.load_state_dict({f"moe.{k}": v for k, v in state_of(other).items()})
     assert not result.missing_keys and not result.unexpected_keys
-    assert [t.data_ptr() for t in module.banks()] == addresses
+    used = (*module.banks(), *module.workspace.tensors())
+    assert [t.data_ptr() for t in used] == addresses
     assert torch.equal(call(module), wanted)
 
 

@@ -61,6 +61,8 @@ def test_a_plan_fits_and_every_number_is_whole(
         shown = NUMBER.findall(text)
         assert not [n for n in map(human_bytes, wanted) if n not in shown]
         assert text.count(f"tp {report['shard']['tp_rank']}/{cards}") == (cards > 1)
+    whose = "the first card" if cards > 1 else "this card"
+    assert f"on {whose} / in the model" in text and f"Bytes of each layer on {whose}" in text
     for layer in reports[0]["layers"]:
         assert layer["format"] in text
         for name in ("source", "weight", "metadata", "globals", "unquantized", "saved"):

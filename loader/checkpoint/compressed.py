@@ -178,6 +178,8 @@ def _scheme(group: Mapping[str, Any], top_format: object) -> Scheme | Unhandled:
     if kind == "float" and bits == 4 and written == "nvfp4-pack-quantized":
         if weights.get("group_size") != 16:
             return Unhandled(f"nvfp4-pack-quantized with group {weights.get('group_size')}")
+        if weights.get("strategy") not in (None, "group", "tensor_group"):
+            return Unhandled(f"nvfp4-pack-quantized with strategy {weights.get('strategy')}")
         return Scheme("nvfp4-pack-quantized", "e2m1", 16, NVFP4_PACK_PARTS, "none", "divisor")
     if kind == "int" and written == "pack-quantized":
         return _int4(weights)
@@ -194,8 +196,19 @@ def _int4(weights: Mapping[str, Any]) -> Scheme | Unhandled:
             expected="actorder null",
             found=repr(weights.get("actorder")),
         )
-    whole_row = weights.get("strategy") == "channel"
-    size = -1 if whole_row else weights.get("group_size")
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy not in (None, "group", "channel"):
+        return Unhandled(f"pack-quantized with strategy {strategy}")
+    if strategy == "channel":
+        # One scale for a row: the tool itself takes no group size beside it.
+        if size not in (None, -1):
+            raise CheckpointError(
+                "strategy and group_size of quantization_config contradict each other",
+                file=CONFIG,
+                expected="no group_size with strategy channel",
+                found=f"group_size {size!r}",
+            )
+        size = -1
     group = IntegerSettings(4, size, CONFIG).checked_group()
     symmetric = weights.get("symmetric")
     if not isinstance(symmetric, (bool, NoneType)):

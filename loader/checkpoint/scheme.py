@@ -194,6 +194,10 @@ PLAIN = Scheme(
 )
 
 
+MOST_GROUP = 1 << 24
+"""Inputs of the largest group, and of the longest row, that native code takes."""
+
+
 @dataclass(frozen=True)
 class IntegerSettings:
     """``bits`` and ``group_size`` as a config gives them, checked for what this library loads."""
@@ -213,11 +217,15 @@ class IntegerSettings:
                 expected="4 bits",
                 found=f"{self.bits} bits of type {self.kind}",
             )
-        if not isinstance(self.group, int) or isinstance(self.group, bool) or self.group == 0:
+        if (
+            not isinstance(self.group, int)
+            or isinstance(self.group, bool)
+            or not (self.group == -1 or 0 < self.group <= MOST_GROUP)
+        ):
             raise CheckpointError(
                 "the group size in the config is not a whole number",
                 file=self.where,
-                expected="a whole number, or -1 for a whole row",
+                expected=f"a whole number from 1 to {MOST_GROUP}, or -1 for a whole row",
                 found=repr(self.group),
             )
         return self.group

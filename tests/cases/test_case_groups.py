@@ -86,7 +86,7 @@ def test_the_numbers_are_right_where_the_last_group_is_not_whole(tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("group", [0, "128", 128.0, True, [128]])
+@pytest.mark.parametrize("group", [0, -2, 1 << 40, "128", 128.0, True, [128]])
 @pytest.mark.parametrize("dialect", ["A", "P"])
 def test_a_group_size_that_is_no_number(tmp_path: Path, dialect: str, group: Any) -> None:
     small(tmp_path, dialect)
@@ -95,6 +95,30 @@ def test_a_group_size_that_is_no_number(tmp_path: Path, dialect: str, group: Any
     else:
         weights_of(tmp_path, group_size=group)
     refuse(tmp_path, file="config.json", expected="a whole number", found=repr(group))
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "block", "attn_head", "odd", 3])
+@pytest.mark.parametrize("dialect", ["P", "N"])
+def test_scales_of_another_meaning(tmp_path: Path, dialect: str, strategy: Any) -> None:
+    """The shapes alone would fit: what one scale belongs to is the config's to say."""
+    small(tmp_path, dialect)
+    weights_of(tmp_path, strategy=strategy)
+    refuse(
+        tmp_path,
+        loader.UnsupportedError,
+        file=PRESENT,
+        layer=0,
+        tensor="experts.0",
+        found=f"strategy {strategy}",
+    )
+
+
+def test_one_scale_for_a_row_and_a_group_size(tmp_path: Path) -> None:
+    checkpoint = small(tmp_path, "P", group=-1)
+    weights_of(tmp_path, group_size=32)
+    refuse(tmp_path, file="config.json", expected="no group_size", found="group_size 32")
+    weights_of(tmp_path, group_size=-1)
+    ok(checkpoint, dtypes=())
 
 
 @pytest.mark.parametrize("group", [8, 24, 40])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -73,6 +74,19 @@ def opened(
         resolved = (policy or Policy()).resolve()
         with LinearLoader(checkpoint, plans.values(), CPU, code, resolved, staging) as loader:
             yield loader, plans
+
+
+def test_the_documented_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of docs/integration.md, in a folder where its checkpoint is."""
+    page = (FIXTURES.parents[1] / "docs" / "integration.md").read_text()
+    (example,) = (
+        block for block in re.findall("```python\n(.*?)```", page, re.S) if "find_linears" in block
+    )
+    monkeypatch.chdir(FIXTURES)
+    found: dict[str, torch.Tensor] = {}
+    exec(example.replace("path/to/checkpoint", "qwen3moe-awq-gemm-g128"), found)
+    expected = weight_of("qwen3moe-awq-gemm-g128", "model.layers.0.self_attn.q_proj")[:64]
+    assert torch.equal(found["weight"], expected.bfloat16())
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
