@@ -22,7 +22,6 @@ from loader.errors import CheckpointError, UnsupportedError
 
 QUANT_CONFIG = "hf_quant_config.json"
 _LOADED = ("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
-_NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16}
 _NVFP4 = Scheme("modelopt-nvfp4", "e2m1", 16, NVFP4_PARTS, "none", "multiplier")
 
 
@@ -182,11 +181,12 @@ def _one_meaning(sections: Mapping[str, Mapping[str, Any]], algorithm: str) -> N
             expected="one group_size",
             found=sizes,
         )
+    wanted = {"num_bits": 4, "type": "float", "group_size": next(iter(sizes.values()), 16)}
     groups = sections.get(CONFIG, {}).get("config_groups")
     for name, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         stated = weights if isinstance(weights, Mapping) else {}
-        for key, value in _NVFP4_WEIGHTS.items():
+        for key, value in wanted.items():
             if stated.get(key) not in (None, value):
                 raise CheckpointError(
                     "quant_algo and config_groups of quantization_config disagree",

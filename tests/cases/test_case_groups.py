@@ -137,9 +137,8 @@ def test_a_group_size_that_banks_cannot_have(tmp_path: Path, dialect: str, group
 @pytest.mark.parametrize("dialect", ["N", "M"])
 def test_nvfp4_with_another_group(tmp_path: Path, dialect: str) -> None:
     small(tmp_path, dialect)
-    if dialect == "N":
-        weights_of(tmp_path, group_size=32)
-    else:
+    weights_of(tmp_path, group_size=32)
+    if dialect == "M":
         for file, key in (
             ("config.json", "quantization_config"),
             ("hf_quant_config.json", "quantization"),
@@ -177,6 +176,7 @@ def test_nvfp4_with_two_groups_or_another_one(tmp_path: Path, file: str) -> None
     refuse(tmp_path, file=" and ", expected="one group_size", found=f"'{file}': 32")
     other = next(name for name in sections if name != file)
     edit_json(tmp_path, other, lambda c: c[sections[other]].pop("group_size") and None)
+    weights_of(tmp_path, group_size=32)
     refuse(tmp_path, loader.UnsupportedError, layer=0, file=PRESENT, found="group 32")
 
 
