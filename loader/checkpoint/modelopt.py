@@ -164,7 +164,36 @@ def read_modelopt(
     if algorithm == "MIXED_PRECISION":
         return ModelOptDialect(None, _per_module(sections), excludes)
     _refuse_pre_quant_scale(file, sections[file], algorithm)
-    return ModelOptDialect(_for_algorithm(algorithm, sections[file]), {}, excludes)
+    if algorithm in _LOADED:
+        _one_meaning(sections, str(algorithm))
+    sized = [section for section in sections.values() if section.get("group_size") is not None]
+    section = (*sized, sections[file])[0]
+    return ModelOptDialect(_for_algorithm(algorithm, section), {}, excludes)
+
+
+def _one_meaning(sections: Mapping[str, Mapping[str, Any]], algorithm: str) -> None:
+    """Raise :class:`CheckpointError` where sizes or types are stated that contradict each other."""
+    sizes = {f: s["group_size"] for f, s in sections.items() if s.get("group_size") is not None}
+    if any(other != first for first in sizes.values() for other in sizes.values()):
+        raise CheckpointError(
+            "the two quantization configs disagree on the group",
+            file=" and ".join(sizes),
+            expected="one group_size",
+            found=sizes,
+        )
+    wanted = {"num_bits": 4, "type": "float", "group_size": next(iter(sizes.values()), 16)}
+    groups = sections.get(CONFIG, {}).get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        stated = weights if isinstance(weights, Mapping) else {}
+        for key, value in wanted.items():
+            if stated.get(key) not in (None, value):
+                raise CheckpointError(
+                    "quant_algo and config_groups of quantization_config disagree",
+                    file=CONFIG,
+                    expected=f"{key} {value} for {algorithm}",
+                    found=f"{key} {stated[key]} in {name}",
+                )
 
 
 def _has_list(section: Mapping[str, Any]) -> bool:

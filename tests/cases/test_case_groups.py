@@ -137,9 +137,8 @@ def test_a_group_size_that_banks_cannot_have(tmp_path: Path, dialect: str, group
 @pytest.mark.parametrize("dialect", ["N", "M"])
 def test_nvfp4_with_another_group(tmp_path: Path, dialect: str) -> None:
     small(tmp_path, dialect)
-    if dialect == "N":
-        weights_of(tmp_path, group_size=32)
-    else:
+    weights_of(tmp_path, group_size=32)
+    if dialect == "M":
         for file, key in (
             ("config.json", "quantization_config"),
             ("hf_quant_config.json", "quantization"),
@@ -152,6 +151,33 @@ def test_nvfp4_with_another_group(tmp_path: Path, dialect: str) -> None:
     refuse(
         tmp_path, loader.UnsupportedError, layer=0, file=PRESENT, tensor=PRESENT, found="group 32"
     )
+
+
+@pytest.mark.parametrize(
+    "key, value", [("group_size", 32), ("num_bits", 8), ("type", "int"), ("group_size", "16")]
+)
+def test_nvfp4_beside_config_groups_that_say_otherwise(
+    tmp_path: Path, key: str, value: Any
+) -> None:
+    checkpoint = small(tmp_path, "M")
+    ok(checkpoint, dtypes=())
+    weights_of(tmp_path, **{key: value})
+    refuse(tmp_path, file="config.json", expected=f"{key} ", found=f"{key} {value} in group_0")
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_nvfp4_with_two_groups_or_another_one(tmp_path: Path, file: str) -> None:
+    small(tmp_path, "M")
+    hf = "hf_quant_config.json"
+    sections = {"config.json": "quantization_config", hf: "quantization"}
+    for name, key in sections.items():
+        size = {"group_size": 32 if name == file else 16}
+        edit_json(tmp_path, name, lambda c, key=key, size=size: c[key].update(size))
+    refuse(tmp_path, file=" and ", expected="one group_size", found=f"'{file}': 32")
+    other = next(name for name in sections if name != file)
+    edit_json(tmp_path, other, lambda c: c[sections[other]].pop("group_size") and None)
+    weights_of(tmp_path, group_size=32)
+    refuse(tmp_path, loader.UnsupportedError, layer=0, file=PRESENT, found="group 32")
 
 
 @pytest.mark.parametrize("group, admitted", [(16, False), (32, True), (64, True), (48, False)])
