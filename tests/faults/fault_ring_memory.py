@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,24 @@ def wrong_of(error: LoaderError) -> list[str]:
     return [] if told else [f"{type(error).__name__}: {error}"]
 
 
+def layer_refused(core: CudaCore, fault: Failing) -> list[str]:
+    """The sentence of a refusal takes memory, too."""
+    error, numbers = Error(), (ctypes.c_int64 * 21)()
+    numbers[1] = numbers[11] = 3  # absent: no tensors
+    code = core.library.qpn_card_finish(
+        0, None, numbers, None, None, ctypes.c_int64(0), None, ctypes.c_int64(0),
+        ctypes.byref(error),
+    )  # fmt: skip
+    fault.end()
+    try:
+        core.check(code, error)
+    except CapacityError as failure:
+        return wrong_of(failure)
+    except ValueError as refusal:
+        return [] if "not those of a layer" in str(refusal) else [str(refusal)]
+    return ["accepted"]
+
+
 def all_probes(core: CudaCore, folder: Path) -> list[Outcome]:
     """Rings that get no memory or no thread, at every point; and a layer that is refused."""
     bench = Bench(core, folder / "file")
@@ -207,29 +226,12 @@ def all_probes(core: CudaCore, folder: Path) -> list[Outcome]:
             fault.end()
             ring.close()
 
-    def layer_refused(fault: Failing) -> list[str]:
-        """The sentence of a refusal takes memory, too."""
-        error, numbers = Error(), (ctypes.c_int64 * 21)()
-        numbers[1] = numbers[11] = 3  # absent: no tensors
-        code = core.library.qpn_card_finish(
-            0, None, numbers, None, None, ctypes.c_int64(0), None, ctypes.c_int64(0),
-            ctypes.byref(error),
-        )  # fmt: skip
-        fault.end()
-        try:
-            core.check(code, error)
-        except CapacityError as failure:
-            return wrong_of(failure)
-        except ValueError as refusal:
-            return [] if "not those of a layer" in str(refusal) else [str(refusal)]
-        return ["accepted"]
-
     return [
         refused_threads(bench),
         sweep(bench, "qpn_ring_open", "qpn_ring_open", opened),
         sweep(bench, "qpn_ring_submit", "qpn_ring_submit", submitted),
         sweep(bench, "a ring at work", "qpn_ring_submit", at_work, everywhere=True),
-        sweep(bench, "qpn_card_finish, refused", "qpn_card_finish", layer_refused),
+        sweep(bench, "qpn_card_finish, refused", "qpn_card_finish", partial(layer_refused, core)),
     ]
 
 
