@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -195,10 +195,10 @@ class PreparedExperts(BankedModule):
             self.refuse("out", "a place for every number", f"strides {out.stride()}")
         if torch.compiler.is_compiling():
             return
-        if any(_overlap(out, tensor) for tensor in inputs):
+        if _overlaps(out, inputs):
             self.refuse("out", "memory apart from the inputs", "an overlap")
         # A result written over a bank would be wrong numbers from the next call on.
-        if any(_overlap(out, tensor) for tensor in (*self.banks(), *self._workspace.tensors())):
+        if _overlaps(out, (*self.banks(), *self._workspace.tensors())):
             self.refuse("out", "memory apart from banks and workspace", "an overlap")
 
     def refuse(self, name: str, expected: object, found: object) -> None:
@@ -262,17 +262,21 @@ def _is_one_to_one(t: torch.Tensor) -> bool:
     return down > 0 and across > 0 and apart
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True where two tensors may share bytes (by the span of their strides)."""
-    if not a.numel() or not b.numel() or a.device != b.device:
+def _overlaps(t: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """True where ``t`` may share bytes with one of ``others`` on its device; part of every step."""
+    first, end = _span(t)
+    if first == end:
         return False
+    return any(one < end and first < last and one < last for one, last in map(_span, others))
 
-    def span(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr(), t.data_ptr() + (last + 1) * t.itemsize
 
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """First address and the one after the last, by the strides; both alike where it is empty."""
+    first = t.data_ptr()
+    if t.is_contiguous():
+        return first, first + t.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first, first + (last + 1) * t.itemsize
 
 
 def _range_text(ids: tuple[int, ...]) -> str:

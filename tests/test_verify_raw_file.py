@@ -37,9 +37,11 @@ def test_a_header_that_is_another_by_then(tmp_path: Path, monkeypatch: pytest.Mo
     path = written(tmp_path)
     path.write_bytes((4).to_bytes(8, "little") + b"{no}")
     monkeypatch.setattr(raw_file, "safe_open", lambda *a, **k: nullcontext())
+    before = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     with pytest.raises(CheckpointError, match="can no longer be read") as caught:
         RawFile(path)
     assert caught.value.file == str(path)
+    assert not before or os.listdir("/proc/self/fd") == before  # while the error is held, too
 
 
 def test_a_read_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ class Model:
     experts: int
     layers: int | None
     top_k: int
-    activation: str
     quantization: Mapping[str, Any] | None
 
 
@@ -64,7 +63,6 @@ def read_model(config: Mapping[str, Any]) -> Model:
             expected=" or ".join(_EXPERT_COUNTS),
             found=f"model_type {config.get('model_type')!r}",
         )
-    activation = nested.get("hidden_act", config.get("hidden_act", "silu"))
     _require_silu(nested, config)
     return Model(
         model_type=str(nested.get("model_type", config.get("model_type", ""))),
@@ -73,7 +71,6 @@ def read_model(config: Mapping[str, Any]) -> Model:
         experts=experts,
         layers=whole("num_hidden_layers"),
         top_k=min(whole(*_TOP_K) or USUAL_TOP_K, experts),
-        activation=activation,
         quantization=_quantization(config, nested),
     )
 

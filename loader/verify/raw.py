@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from loader.errors import CheckpointError
-from loader.verify.raw_file import RawFile
+from loader.verify.raw_file import RawFile, require_regular
 
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; raises :class:`CheckpointError` if it is anything else."""
-    _require_regular(path)
+    require_regular(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -38,12 +38,6 @@ def read_json(path: Path) -> dict[str, Any]:
             found=type(value).__name__,
         )
     return value
-
-
-def _require_regular(path: Path) -> None:
-    """A pipe would be waited for without end; what does not exist fails at its own open."""
-    if path.exists() and not path.is_file():
-        raise CheckpointError("not a regular file", file=str(path), expected="a regular file")
 
 
 def _folder_of(source: str | os.PathLike[str], revision: str | None) -> Path:

@@ -29,6 +29,15 @@ _DTYPES = {
     "F64": torch.float64,
 }
 
+_PIECE = 64 << 20
+"""Bytes of one read."""
+
+
+def require_regular(path: Path) -> None:
+    """A pipe would be waited for without end; what does not exist fails at its own open."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError("not a regular file", file=str(path), expected="a regular file")
+
 
 class RawFile:
     """A file whose header ``safetensors`` has found valid; a context manager that owns it.
@@ -37,8 +46,7 @@ class RawFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():  # a pipe would be waited for without end
-            raise CheckpointError("not a regular file", file=str(path), expected="a regular file")
+        require_regular(path)
         self._path = path
         try:
             with safe_open(path, framework="pt", device="cpu"):
@@ -51,13 +59,21 @@ class RawFile:
                 expected="a whole safetensors file",
                 found=error,
             ) from error
-        length = int.from_bytes(self._bytes(0, 8, "the header"), "little")
-        self._first = 8 + length
         try:
-            self._entries: dict[str, Any] = json.loads(self._bytes(8, length, "the header"))
+            self._first, self._entries = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """Where the payload begins, and what the header says of each tensor."""
+        length = int.from_bytes(self._bytes(0, 8, "the header"), "little")
+        try:
+            entries: dict[str, Any] = json.loads(self._bytes(8, length, "the header"))
         except ValueError:  # valid a moment ago
             raise self._ended("the header", "its JSON", "something else") from None
-        self._entries.pop("__metadata__", None)
+        entries.pop("__metadata__", None)
+        return 8 + length, entries
 
     def __enter__(self) -> RawFile:
         return self
@@ -101,7 +117,7 @@ class RawFile:
             )
         if not math.prod(shape):
             return torch.empty(shape, dtype=kind, device="cpu")
-        data = bytearray(self._bytes(self._first + begin, end - begin, name))
+        data = self._bytes(self._first + begin, end - begin, name)
         return torch.frombuffer(data, dtype=torch.uint8).view(kind).view(shape)
 
     def _entry(self, name: str) -> dict[str, Any]:
@@ -117,18 +133,17 @@ class RawFile:
             ) from None
         return entry
 
-    def _bytes(self, offset: int, length: int, of: str) -> bytes:
-        wanted, pieces, got = f"{length} bytes at offset {offset}", [], 0
-        while got < length:
+    def _bytes(self, offset: int, length: int, of: str) -> bytearray:
+        wanted, data = f"{length} bytes at offset {offset}", bytearray()
+        while (got := len(data)) < length:
             try:
-                piece = os.pread(self._file.fileno(), min(length - got, 1 << 30), offset + got)
+                piece = os.pread(self._file.fileno(), min(length - got, _PIECE), offset + got)
             except OSError as error:
                 raise self._ended(of, wanted, error.strerror) from error
             if not piece:
                 raise self._ended(of, wanted, f"{got} bytes: it was cut since it was opened")
-            pieces.append(piece)
-            got += len(piece)
-        return b"".join(pieces)
+            data += piece
+        return data
 
     def _ended(self, of: str, expected: str, found: str | None) -> CheckpointError:
         what = "a file can no longer be read"
